@@ -77,7 +77,8 @@ class Rope:
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive("rope_theta", self.theta)
+        if not (math.isfinite(self.theta) and self.theta > 1.0):
+            raise InvalidDrafterError("rope_theta", self.theta, "a number above 1")
         if not 0.0 < self.fraction <= 1.0:
             raise InvalidDrafterError("partial_rotary_factor", self.fraction, "in (0, 1]")
         if self.scaling is not None and not self.scaling.factor >= 1.0:

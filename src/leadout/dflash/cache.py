@@ -1,0 +1,110 @@
+"""The drafter's memory of committed tokens: keys and values, computed once per token.
+
+A token enters when the target has committed it, never before, so a draft that was rejected cannot
+leave anything behind. Rows of a batch have lengths of their own, and everything at or past a
+row's length is zero at all times: attention multiplies hidden values by a weight of zero, which
+only hides them if they are finite.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leadout.dflash.config import DrafterConfig
+from leadout.dflash.drafter import Drafter, KeyValue
+
+
+class ContextView(NamedTuple):
+    """The cache as the drafter reads it, every row padded to the longest."""
+
+    layers: list[KeyValue]  # each [batch, kv_heads, context, head_dim]
+    positions: Tensor  # [batch, context]
+    valid: Tensor  # boolean [batch, context], false at padding
+
+
+class ContextCache:
+    """Keys and values of every draft layer for the committed tokens of a batch of rows.
+
+    A token's place in its row is its position: rows start at position 0 and have no gaps.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, batch: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        empty = torch.zeros(
+            (batch, config.num_kv_heads, 0, config.head_dim), device=device, dtype=dtype
+        )
+        self._layers = [KeyValue(empty, empty) for _ in config.layers]
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)  # [batch]
+
+    def append(self, drafter: Drafter, states: Tensor, counts: Tensor) -> None:
+        """Commit the first `counts[r]` of row r's tapped states, [batch, length, taps * width]."""
+        self._require_counts(counts, states.shape[1])
+        self._reserve(int((self.lengths + counts).max()))
+        places = torch.arange(states.shape[1], device=states.device)
+        committed = places < counts[:, None]  # [batch, length]
+        row = committed.nonzero()[:, 0]  # [tokens]
+        position = (self.lengths[:, None] + places)[committed]  # [tokens]
+        with torch.no_grad():
+            # Only what is committed is computed: the tokens of all rows, packed into one.
+            features = drafter.context_features(states[committed][None])
+            packed = drafter.context_kv(features, position[None])
+            for stored, new in zip(self._layers, packed, strict=True):
+                stored.keys[row, :, position] = new.keys[0].transpose(0, 1)
+                stored.values[row, :, position] = new.values[0].transpose(0, 1)
+        self.lengths = self.lengths + counts
+
+    def roll_back(self, lengths: Tensor) -> None:
+        """Shorten every row to these lengths, [batch]; what was past them is forgotten."""
+        if bool(((lengths < 0) | (lengths > self.lengths)).any()):
+            raise ValueError(
+                f"roll_back: found lengths {lengths.tolist()}, wanted each between 0 and the row's "
+                f"{self.lengths.tolist()}; committed tokens are added with append"
+            )
+        start, end = int(lengths.min()), int(self.lengths.max())
+        forgotten = torch.arange(start, end, device=lengths.device) >= lengths[:, None]
+        for stored in self._layers:
+            for part in stored:
+                part[:, :, start:end].masked_fill_(forgotten[:, None, :, None], 0)
+        self.lengths = lengths.clone()
+
+    def keep_rows(self, index: Tensor) -> None:
+        """Go on with the rows of this index, [rows], in its order, and drop the others."""
+        # Layer by layer, so that at most one layer exists twice.
+        for number, stored in enumerate(self._layers):
+            self._layers[number] = KeyValue(stored.keys[index], stored.values[index])
+        self.lengths = self.lengths[index]
+
+    def view(self) -> ContextView:
+        """What the drafter may attend to now. The tensors are the storage itself: do not write."""
+        longest = int(self.lengths.max())
+        places = torch.arange(longest, device=self.lengths.device)
+        return ContextView(
+            layers=[KeyValue(*(part[:, :, :longest] for part in kv)) for kv in self._layers],
+            positions=places.expand(len(self.lengths), -1),
+            valid=places < self.lengths[:, None],
+        )
+
+    def _require_counts(self, counts: Tensor, length: int) -> None:
+        if bool(((counts < 0) | (counts > length)).any()):
+            raise ValueError(
+                f"append: found counts {counts.tolist()}, wanted each between 0 and the {length} "
+                "states given per row"
+            )
+
+    def _reserve(self, length: int) -> None:
+        capacity = self._layers[0].keys.shape[2]
+        if length <= capacity:
+            return
+        # Doubling keeps the copying proportional to the tokens committed.
+        extra = max(length, 2 * capacity) - capacity
+        for number, stored in enumerate(self._layers):
+            self._layers[number] = KeyValue(*(_with_zeros(part, extra) for part in stored))
+
+
+def _with_zeros(stored: Tensor, extra: int) -> Tensor:
+    batch, heads, _, head_dim = stored.shape
+    return torch.cat([stored, stored.new_zeros(batch, heads, extra, head_dim)], dim=2)

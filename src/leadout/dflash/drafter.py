@@ -1,0 +1,242 @@
+"""The DFlash drafter: a few decoder layers that guess a whole block of tokens in one pass.
+
+A target language model has just committed the tokens before position p and chosen the token at p,
+the *anchor*. Instead of asking the target for p+1, p+2, ... one at a time, the drafter fills a
+block of B slots at once, and the target then checks all of them in a single step:
+
+    slot            0        1       2      ...    B-1
+    holds         anchor   <mask>  <mask>   ...   <mask>
+    at position     p       p+1     p+2     ...   p+B-1
+    predicts        -      x[p+1]  x[p+2]   ...  x[p+B-1]
+
+Slot k predicts the token at its *own* position, p+k. Slots see each other in both directions (in
+most drafters), so this is denoising rather than next-token prediction.
+
+What makes a drafter this small good enough is that it reads the target's mind. For every committed
+token the target has already computed hidden states; the outputs of a few chosen layers (the taps)
+are concatenated and turned into one *context feature* per token:
+
+    feature = hidden_norm(fc(concat(tapped states)))
+
+The anchor itself has no feature yet: the target has not processed it.
+
+Each draft layer is an ordinary pre-norm decoder layer, except for where attention looks:
+
+    queries           from the block only
+    keys and values   from the context features, then from the block,
+                      both through the same k_proj (and k_norm) and v_proj
+
+The block passes the layer's input_layernorm before its projections; the context features do not,
+and no layer ever updates them. So a committed token's keys and values depend only on its feature,
+are computed once (`context_kv`) and can be kept for all later blocks.
+
+The token embedding and the output head are borrowed from the target unless the drafter brings its
+own. Whatever is borrowed is cast to the drafter's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from leadout.dflash.config import DrafterConfig
+from leadout.dflash.rope import Rotation, rotate, rotation_at
+
+INITIAL_STD = 0.02
+
+
+class KeyValue(NamedTuple):
+    """What one layer attends to; keys are already normed and rotated."""
+
+    keys: Tensor  # [batch, kv_heads, length, head_dim]
+    values: Tensor  # [batch, kv_heads, length, head_dim]
+
+
+class Drafter(nn.Module):
+    """A DFlash drafter; its parameters carry the names of the published checkpoints."""
+
+    d2t: Tensor | None  # draft id i stands for target id i + d2t[i]
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        taps = len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * config.context_size, width, bias=False)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in config.layers)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        self.lm_head = nn.Linear(width, config.head_rows, bias=False) if config.own_head else None
+        reduced = config.draft_vocab_size
+        self.register_buffer(
+            "d2t", None if reduced is None else torch.zeros(reduced, dtype=torch.int64)
+        )
+        self._initialise()
+
+    def context_features(self, states: Tensor) -> Tensor:
+        """Tapped target states [batch, length, taps * target width] to features [batch, length, H].
+
+        The taps are concatenated in the order of the configuration's layer ids.
+        """
+        features: Tensor = self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
+        return features
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
+        """Every layer's keys and values of committed tokens at positions [batch, length]."""
+        rotation = self._rotation(positions)
+        return [layer.self_attn.key_value(features, rotation) for layer in self._layers()]
+
+    def forward(
+        self,
+        block_embeddings: Tensor,
+        positions: Tensor,
+        context: Sequence[KeyValue],
+        masks: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Hidden states [batch, queries, H] of block slots, ready for `logits`.
+
+        `block_embeddings` is [batch, queries, H] and `positions` [batch, queries]. `context` and
+        `masks` hold one entry per layer. A mask is boolean [batch, 1, queries, context + queries],
+        true where a query may look, context keys first; None lets every query see every key.
+        Several blocks may share a row as long as the masks keep them apart.
+        """
+        rotation = self._rotation(positions)
+        hidden = block_embeddings
+        for layer, layer_context, mask in zip(self._layers(), context, masks, strict=True):
+            hidden = layer(hidden, rotation, layer_context, mask)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def block_tokens(self, anchor: Tensor, length: int) -> Tensor:
+        """Anchors [batch] to blocks [batch, length]: the anchor, then the mask token."""
+        masks = anchor.new_full((anchor.shape[0], length - 1), self.config.mask_token_id)
+        return torch.cat([anchor[:, None], masks], dim=1)
+
+    def embed(self, token_ids: Tensor, target_embedding: Tensor) -> Tensor:
+        """Token ids to embeddings [..., H], from rows of the target [vocab, H] unless it has own.
+
+        The rows are taken raw: a scale that the target itself applies is not part of DFlash.
+        """
+        own = self.embed_tokens
+        rows = F.embedding(token_ids, target_embedding if own is None else own.weight)
+        return rows.to(self.fc.weight.dtype) * self.config.embedding_scale
+
+    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Hidden states [..., H] to scores over the draft vocabulary [..., head_rows]."""
+        head = target_head if self.lm_head is None else self.lm_head
+        scores: Tensor = head(hidden)
+        if self.config.logit_multiplier != 1.0:
+            scores = scores * self.config.logit_multiplier
+        if self.config.logit_softcap is not None:
+            scores = torch.tanh(scores / self.config.logit_softcap) * self.config.logit_softcap
+        return scores
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Indices into `logits` to token ids of the target."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        return rotation_at(self.config.rope, self.config.head_dim, positions)
+
+    def _layers(self) -> Iterable[DraftLayer]:
+        return cast(Iterable[DraftLayer], self.layers)
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=INITIAL_STD)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+
+
+class DraftLayer(nn.Module):
+    """Attention over context and block, then a gated MLP, each added to the block's residual."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, context: KeyValue, mask: Tensor | None
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, mask)
+        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return result
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention with normed heads: the block asks, context and block answer."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.num_heads != config.num_kv_heads
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, width, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def key_value(self, inputs: Tensor, rotation: Rotation) -> KeyValue:
+        """Keys and values of context features or of normed block states, [batch, length, H]."""
+        keys = self.k_norm(self._split_heads(self.k_proj(inputs)))
+        return KeyValue(rotate(keys, rotation), self._split_heads(self.v_proj(inputs)))
+
+    def forward(
+        self, block: Tensor, rotation: Rotation, context: KeyValue, mask: Tensor | None
+    ) -> Tensor:
+        queries = rotate(self.q_norm(self._split_heads(self.q_proj(block))), rotation)
+        own = self.key_value(block, rotation)
+        attended = F.scaled_dot_product_attention(
+            queries,  # [batch, heads, queries, head_dim]
+            torch.cat([context.keys, own.keys], dim=2),
+            torch.cat([context.values, own.values], dim=2),
+            attn_mask=mask,
+            scale=self.head_dim**-0.5,
+            enable_gqa=self.grouped,
+        )
+        result: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return result
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        batch, length, width = projected.shape
+        heads = projected.view(batch, length, width // self.head_dim, self.head_dim)
+        return heads.transpose(1, 2)  # [batch, heads, length, head_dim]
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return result
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32 at any precision."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
