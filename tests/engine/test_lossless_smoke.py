@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.drafters import random_drafter_for_smollm2
+from support.drafters import write_random_drafter
 from support.prompts import PROMPTS
 
 K = 7
@@ -32,7 +32,7 @@ def test_greedy_text_is_equal_with_and_without_speculation(
     bare_tokens: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    drafter = random_drafter_for_smollm2(tmp_path / "drafter")
+    drafter = write_random_drafter(tmp_path / "drafter")
     speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": K}
     with run_engine(smollm2, speculative_config=speculative, disable_log_stats=False) as llm:
         speculated = greedy_tokens(llm)

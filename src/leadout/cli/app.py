@@ -2,7 +2,7 @@
 
 import typer
 
-from leadout.cli import env
+from leadout.cli import convert, env, inspect
 from leadout.version import __version__
 
 app = typer.Typer(
@@ -12,6 +12,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("inspect")(inspect.inspect)
+app.command("convert")(convert.convert)
 app.command("env")(env.env)
 
 

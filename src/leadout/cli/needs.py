@@ -7,5 +7,7 @@ ENGINE = Need(
 )
 
 NEEDS: dict[str, tuple[Need, ...]] = {
+    "convert": (),
     "env": (),
+    "inspect": (),
 }

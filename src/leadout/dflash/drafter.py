@@ -147,6 +147,8 @@ class Drafter(nn.Module):
         return cast(Iterable[DraftLayer], self.layers)
 
     def _initialise(self) -> None:
+        if self.fc.weight.is_meta:  # built for its names and shapes, or to be filled from a file
+            return
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=INITIAL_STD)

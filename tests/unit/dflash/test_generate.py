@@ -19,10 +19,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from leadout.dflash import generate as loop
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.generate import (
     GREEDY,
+    Completion,
     acceptance_by_position,
     acceptance_length,
     decode,
@@ -30,7 +32,7 @@ from leadout.dflash.generate import (
 )
 from leadout.dflash.propose import Proposal
 from leadout.dflash.target import Target
-from leadout.dflash.verify import Sampling
+from leadout.dflash.verify import Sampling, Verdict, verify_greedy
 
 VOCAB, HIDDEN, BLOCK = 80, 32, 5
 SIZES = {
@@ -122,6 +124,19 @@ def test_greedy_text_equals_plain_decoding(family: str, batch_size: int) -> None
         assert {completion.finish for completion in completions} == {"length"}
 
 
+def test_the_equality_fails_with_a_verifier_that_lets_a_wrong_draft_stand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lenient(drafts: Tensor, target_logits: Tensor) -> Verdict:
+        verdict = verify_greedy(drafts, target_logits)
+        return Verdict((verdict.accepted + 1).clamp(max=drafts.shape[1]), verdict.next_token)
+
+    monkeypatch.setattr(loop, "verify_greedy", lenient)
+    target = build_target("llama")
+    (completion,) = generate(target, build_drafter(), PROMPTS[:1], max_new_tokens=24)
+    assert completion.tokens != slow_greedy(target, PROMPTS[0], 24)
+
+
 def test_text_is_not_all_alike() -> None:
     # The equality above says little about a target that repeats itself.
     text = slow_greedy(build_target("llama"), PROMPTS[0], 24)
@@ -194,8 +209,6 @@ def test_rows_of_one_batch_accept_and_end_on_their_own() -> None:
 
 
 def test_acceptance_counts_are_pooled_over_steps() -> None:
-    from leadout.dflash.generate import Completion
-
     completions = [Completion(accepted=[0, 2, 3]), Completion(accepted=[1])]
     assert acceptance_length(completions) == 1 + 6 / 4
     assert acceptance_by_position(completions, 3) == [3 / 4, 2 / 4, 1 / 4]

@@ -1,0 +1,142 @@
+"""A checkpoint in plain words: one record for programs, one list of lines for people."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from pydantic import BaseModel, ConfigDict
+
+from leadout.checkpoints.checkpoint import Checkpoint
+from leadout.checkpoints.errors import printable
+from leadout.checkpoints.rope import describe_rope
+from leadout.dflash.config import LayerAttention
+
+
+class LayerDescription(BaseModel):
+    """One draft layer's attention; no window is full attention."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    window: int | None
+    causal: bool
+
+
+class Description(BaseModel):
+    """What `leadout inspect` knows about a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    format: str
+    target: str | None
+    target_layers: int | None
+    target_hidden_size: int
+    layer_ids: list[int]  # id i: the output of target layer i, as z-lab counts
+    layer_ids_in_vllm: list[int]  # one more: as vLLM and speculators count
+    block_size: int
+    max_draft_tokens: int
+    draft_tokens: int | None
+    mask_token_id: int
+    vocab_size: int
+    draft_vocab_size: int | None
+    own_embedding: bool
+    own_head: bool
+    layers: list[LayerDescription]
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: str
+    max_positions: int
+    parameters: int
+    bytes_on_disk: int
+    dtype: str
+    notes: list[str]
+    kept: list[str]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and text, in the order to show them."""
+        owned = [name for name, own in self._owned().items() if own]
+        vocabulary = f"{self.vocab_size}"
+        if self.draft_vocab_size is not None:
+            vocabulary += f", of which {self.draft_vocab_size} can be drafted"
+        drafts = f"{self.block_size} (at most {self.max_draft_tokens} drafted tokens"
+        if self.draft_tokens is not None:
+            drafts += f"; the file asks for {self.draft_tokens}"
+        lines = [
+            ("format", self.format),
+            ("target", f"{self.target or 'not named in the file'}{self._target_layers()}"),
+            ("layer ids", f"{_joined(self.layer_ids)} (output of target layer i)"),
+            ("  in vLLM", f"{_joined(self.layer_ids_in_vllm)} (speculators counts so too)"),
+            ("block size", f"{drafts})"),
+            ("mask token", str(self.mask_token_id)),
+            ("vocabulary", vocabulary),
+            ("own tensors", ", ".join(owned) or "none: embedding and head are the target's"),
+            ("draft layers", _describe_layers(self.layers)),
+            ("width", f"{self.hidden_size}, MLP {self.intermediate_size}"),
+            ("heads", f"{self.heads}, {self.kv_heads} of keys and values, {self.head_dim} wide"),
+            ("rope", f"{self.rope}; up to {self.max_positions} positions"),
+            ("parameters", f"{self.parameters / 1e6:,.1f} million"),
+            ("size", f"{self.bytes_on_disk / 1e6:,.1f} MB in {self.dtype}"),
+        ]
+        if self.kept:
+            lines.append(("kept fields", ", ".join(self.kept)))
+        lines += [("note", note) for note in self.notes]
+        return [(label, printable(text)) for label, text in lines]
+
+    def _owned(self) -> dict[str, bool]:
+        return {"embedding": self.own_embedding, "head": self.own_head}
+
+    def _target_layers(self) -> str:
+        return "" if self.target_layers is None else f" ({self.target_layers} layers)"
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    config = checkpoint.config
+    files = {tensor.file for tensor in checkpoint.tensors.drafter.values()}
+    return Description(
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        target=checkpoint.target_name,
+        target_layers=config.target_num_layers,
+        target_hidden_size=config.context_size,
+        layer_ids=list(config.target_layer_ids),
+        layer_ids_in_vllm=[i + 1 for i in config.target_layer_ids],
+        block_size=config.block_size,
+        max_draft_tokens=config.max_draft_tokens,
+        draft_tokens=checkpoint.draft_tokens,
+        mask_token_id=config.mask_token_id,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.draft_vocab_size,
+        own_embedding=config.own_embedding,
+        own_head=config.own_head,
+        layers=[LayerDescription(window=x.window, causal=x.causal) for x in config.layers],
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rope=describe_rope(config.rope),
+        max_positions=config.max_positions,
+        parameters=checkpoint.tensors.parameters,
+        bytes_on_disk=sum(file.stat().st_size for file in files),
+        dtype=str(checkpoint.tensors.dtype).removeprefix("torch."),
+        notes=list(checkpoint.notes),
+        kept=sorted(checkpoint.kept),
+    )
+
+
+def _describe_layers(layers: list[LayerDescription]) -> str:
+    """Runs of equal layers: `4 sliding 2048 causal, then 1 full bidirectional`."""
+    runs = groupby(LayerAttention(layer.window, layer.causal) for layer in layers)
+    return ", then ".join(f"{len(list(run))} {_describe_layer(layer)}" for layer, run in runs)
+
+
+def _describe_layer(layer: LayerAttention) -> str:
+    window = "full" if layer.window is None else f"sliding {layer.window}"
+    return f"{window} {'causal' if layer.causal else 'bidirectional'}"
+
+
+def _joined(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))

