@@ -1,5 +1,6 @@
 """vLLM drafts what the reference drafts, from either file format."""
 
+import copy
 import json
 import os
 import re
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.transformers_utils.configs.speculators.algos import update_dflash
 
 from leadout.checkpoints import convert, load_drafter
 from leadout.dflash.target import Target
+from leadout.engine.formats import FLAG
 from leadout.engine.plugin import SWITCH
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import ROOT
@@ -97,7 +100,7 @@ def test_vllms_own_class_norms_context_keys_wrongly_on_cpus() -> None:
     assert 0.5 < float(measured[1]) < 0.97
 
 
-def test_speculators_format_is_drafted_alike_and_not_causal(
+def test_speculators_format_is_drafted_alike(
     run_engine: Callable[..., Any],
     smollm2: Path,
     target: Target,
@@ -108,10 +111,24 @@ def test_speculators_format_is_drafted_alike_and_not_causal(
     convert(QUICK_DRAFTER, written, "speculators", target_name=str(smollm2))
     assert agreement(run_engine, smollm2, target, written, prompts) >= AGREEMENT
 
-    # The trap that the writer avoids: the flag that the other library writes by default makes
-    # vLLM serve full-attention layers causally. The comparison must see it.
+    assert json.loads((written / "config.json").read_text())[FLAG] is True
+
+
+def test_a_speculators_drafter_that_vllm_would_flip_is_served_as_trained(
+    run_engine: Callable[..., Any],
+    smollm2: Path,
+    target: Target,
+    prompts: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    written = tmp_path / "speculators"
+    convert(QUICK_DRAFTER, written, "speculators", target_name=str(smollm2))
     config = json.loads((written / "config.json").read_text())
-    assert config["sliding_window_non_causal"] is True
-    config["sliding_window_non_causal"] = False
+    # What the format's own library writes by default, and vLLM takes for "all layers causal".
+    config[FLAG] = False
     (written / "config.json").write_text(json.dumps(config))
-    assert agreement(run_engine, smollm2, target, written, prompts) < 0.95
+    vllm_would: dict[str, Any] = copy.deepcopy(config["transformer_layer_config"])
+    update_dflash(config_dict=config, pre_trained_config=vllm_would)
+    assert vllm_would["dflash_config"]["causal"] is True
+
+    assert agreement(run_engine, smollm2, target, written, prompts) >= AGREEMENT

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from leadout.engine.server import Server
+from leadout.engine.server import Server, server_command
 from leadout.version import __version__
 from support.processes import family_of
 
@@ -33,7 +33,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log = tmp_path_factory.mktemp("server") / "server.log"
     arguments = [*SMALL, "--served-model-name", "smollm2"]
     before = family_of(os.getpid())
-    with Server(smollm2, arguments, log=log, environment=ENVIRONMENT) as running:
+    command = server_command(smollm2, arguments)
+    with Server(command, log=log, environment=ENVIRONMENT) as running:
         yield running
     assert family_of(os.getpid()) == before
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from leadout.engine.server import Server, ServerError
+from leadout.engine.server import Server, ServerError, server_command
 from support.models import ROOT
 from support.processes import family_of, wait_until_gone
 
 
 def test_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     before = family_of(os.getpid())
-    failing = Server(tmp_path / "no-such-model", log=tmp_path / "log")
+    failing = Server(server_command(tmp_path / "no-such-model", []), log=tmp_path / "log")
     with pytest.raises(ServerError, match="no-such-model"), failing:
         pass
     assert family_of(os.getpid()) == before

@@ -28,6 +28,23 @@ SMOLLM2_DRAFTER = DrafterConfig(
 )
 
 
+TINY_DRAFTER = DrafterConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    layers=(LayerAttention(), LayerAttention(), LayerAttention()),
+    rope=Rope(theta=10_000.0),
+    max_positions=512,
+    target_layer_ids=(0, 2, 3),
+    vocab_size=320,
+    mask_token_id=1,
+    block_size=5,
+)
+"""For `tiny_llama` and `tiny_qwen3`, once it is told how many layers they have."""
+
+
 def random_drafter(config: DrafterConfig = SMOLLM2_DRAFTER, seed: int = 0) -> Drafter:
     """Seeded random weights, wide enough that drafts depend on them: right only by chance."""
     torch.manual_seed(seed)
@@ -35,6 +52,8 @@ def random_drafter(config: DrafterConfig = SMOLLM2_DRAFTER, seed: int = 0) -> Dr
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.05)
+        else:  # norms that differ from layer to layer, as trained ones do
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return drafter
 
 

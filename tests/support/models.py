@@ -32,6 +32,7 @@ _TINY = {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,  # the narrowest that vLLM's CPU attention takes
     "max_position_embeddings": 512,
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
@@ -41,7 +42,7 @@ _TINY = {
 def tiny_qwen3(seed: int = 0) -> PreTrainedModel:
     """A random Qwen3 with 6 layers; the same weights for the same seed."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=6, head_dim=16, **_TINY)).eval()
+    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=6, **_TINY)).eval()
 
 
 def tiny_llama(seed: int = 0) -> PreTrainedModel:

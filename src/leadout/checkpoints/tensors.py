@@ -111,6 +111,17 @@ def load_tensors(inventory: Inventory, config: DrafterConfig, path: Path) -> dic
     return tensors
 
 
+def by_checked_name(
+    weights: Iterable[tuple[str, Tensor]], config: DrafterConfig, path: Path
+) -> dict[str, Tensor]:
+    """Tensors from anywhere by the names of `Drafter`: all of them, each usable, and no others."""
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in weights}
+    for name in (*VERIFIER_COPIES, TARGET_TO_DRAFT):
+        tensors.pop(name, None)
+    require_weights(tensors, config, path)
+    return tensors
+
+
 def require_weights(tensors: Mapping[str, Tensor], config: DrafterConfig, path: Path) -> None:
     """Tensors about to be written must be what a reader will want."""
     expected = expected_shapes(config)

@@ -2,7 +2,7 @@
 
 import typer
 
-from leadout.cli import convert, env, inspect
+from leadout.cli import convert, env, inspect, serve
 from leadout.version import __version__
 
 app = typer.Typer(
@@ -11,6 +11,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    serve.serve
 )
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)

@@ -10,4 +10,5 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "convert": (),
     "env": (),
     "inspect": (),
+    "serve": (ENGINE,),
 }

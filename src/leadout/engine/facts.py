@@ -13,7 +13,7 @@ from importlib import metadata
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.engine.support import ENGINE_DISTRIBUTIONS, SUPPORTED, is_supported
+from leadout.engine.support import SUPPORTED, installed_distribution, is_supported
 
 ANSWER_MARK = "leadout-engine-answer:"
 
@@ -40,16 +40,12 @@ class EngineFacts(BaseModel):
 
 
 def ask_engine() -> EngineFacts:
-    for distribution in ENGINE_DISTRIBUTIONS:
-        try:
-            version = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-        facts = EngineFacts(
-            distribution=distribution, version=version, supported=is_supported(version)
-        )
-        return facts.model_copy(update=_ask_in_a_process_of_its_own())
-    return EngineFacts()
+    distribution = installed_distribution()
+    if distribution is None:
+        return EngineFacts()
+    version = metadata.version(distribution)
+    facts = EngineFacts(distribution=distribution, version=version, supported=is_supported(version))
+    return facts.model_copy(update=_ask_in_a_process_of_its_own())
 
 
 def _ask_in_a_process_of_its_own() -> dict[str, str]:

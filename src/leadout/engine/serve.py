@@ -1,0 +1,182 @@
+"""From a target and a drafter to the exact command of a vLLM server, or the reason why not.
+
+The settings that the rules look at are vLLM's own: its parser reads the flags and its config fills
+in the defaults of this machine, exactly as the server will do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
+from leadout.checkpoints.store import read_config
+from leadout.engine.folders import ModelNotFoundError, local_folder
+from leadout.engine.pair import UnfitPairError, pair_of, pair_to_be, require_no_refusal
+from leadout.engine.server import server_command
+from leadout.pairing import Severity, examine
+from leadout.pairing.published import AS_OF, find_published
+from leadout.pairing.server_rules import batched_tokens_for
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    target: str
+    draft: str | None
+    if_unfit: Literal["refuse", "bare"]
+    flags: tuple[str, ...]  # any flag of vLLM's server
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The command that will run, and what was chosen on the way, in plain words."""
+
+    command: list[str]
+    notes: list[str]
+
+
+def make_plan(request: Request) -> Plan:
+    """The server for this request; an UnfitPairError or CheckpointError says why there is none."""
+    notes: list[str] = []
+    named = _target_named_by(request.target)
+    target = request.target if named is None or request.draft is not None else named
+    asked = _asked_speculation(target, request.flags)
+    draft = request.draft or asked.get("model") or (request.target if named else None)
+    if draft is None:
+        return Plan(server_command(target, request.flags), ["no drafter: plain vLLM"])
+    if target != request.target:
+        notes.append(f"target {target}: named by the speculators checkpoint {request.target}")
+    bare = _without_speculation(request.flags)
+    try:
+        if draft == AUTO:
+            draft = _published_for(target, notes)
+        checkpoint = read_checkpoint(local_folder(draft, asked.get("revision")))
+        load_weights(checkpoint)  # a value that is not finite is found now, not by the server
+        notes += [f"drafter: {note}" for note in checkpoint.notes]
+        flags = _fitting_flags(target, draft, checkpoint, asked, bare, notes)
+        return Plan(server_command(target, flags), notes)
+    except (UnfitPairError, CheckpointError, ModelNotFoundError) as problem:
+        if request.if_unfit == "refuse":
+            raise
+        notes.append(f"serving WITHOUT speculation, as --if-unfit bare asks: {problem}")
+        return Plan(server_command(target, bare), notes)
+
+
+def _fitting_flags(
+    target: str,
+    draft: str,
+    checkpoint: Checkpoint,
+    asked: dict[str, Any],
+    bare: list[str],
+    notes: list[str],
+) -> list[str]:
+    """The flags of a server for this pair, put right where that is possible, else an error."""
+    draft_tokens = _draft_tokens(asked.get("num_speculative_tokens"), checkpoint, notes)
+    config = vllm_config_of(target, bare)
+    sequences = config.scheduler_config.max_num_seqs
+    budget = config.scheduler_config.max_num_batched_tokens
+    needed = batched_tokens_for(sequences, draft_tokens)
+    if budget < needed and parse(target, bare).max_num_batched_tokens is None:
+        bare = [*bare, "--max-num-batched-tokens", str(needed)]
+        notes.append(
+            f"--max-num-batched-tokens {needed} instead of {budget}: room for {sequences} "
+            f"sequences, of which each takes 1 + 2K = {1 + 2 * draft_tokens} tokens of a step"
+        )
+        config = vllm_config_of(target, bare)
+    # The rules speak first, as vLLM's own refusals name neither a rule nor a remedy.
+    require_no_refusal(examine(pair_to_be(config, checkpoint, draft_tokens)))
+    ours = {"method": "dflash", "model": draft, "num_speculative_tokens": draft_tokens}
+    flags = [*bare, "--speculative-config", json.dumps({**asked, **ours})]
+    findings = examine(pair_of(vllm_config_of(target, flags)))
+    notes += [str(finding) for finding in findings if finding.severity is Severity.WARN]
+    require_no_refusal(findings)
+    return flags
+
+
+def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -> int:
+    most = checkpoint.config.max_draft_tokens
+    if asked is None:
+        chosen = checkpoint.draft_tokens or most
+        source = "the checkpoint asks for it" if checkpoint.draft_tokens else "the default"
+        notes.append(f"K = {chosen}: {source}; a block of {most + 1} holds at most {most} drafts")
+        return chosen
+    if asked > most:
+        notes.append(
+            f"draft-tokens: found num_speculative_tokens {asked}, put right to {most}: the "
+            f"drafter's block of {most + 1} slots was never trained for more"
+        )
+    return min(asked, most)
+
+
+def _target_named_by(name: str) -> str | None:
+    """The target that a speculators-format drafter names; None for any other model."""
+    config = read_config(local_folder(name, config_only=True))
+    section = config.get("speculators_config")
+    verifier = section.get("verifier") if isinstance(section, dict) else None
+    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    return named if isinstance(named, str) else None
+
+
+def _published_for(target: str, notes: list[str]) -> str:
+    found = find_published(target)
+    if found is None:
+        raise ModelNotFoundError(
+            f"--draft auto: found no published drafter for {target} in the table of {AS_OF}, "
+            "wanted one; name a drafter with --draft."
+        )
+    notes.append(f"drafter {found.drafter}: published for {found.target}, table of {AS_OF}")
+    return found.drafter
+
+
+# What vLLM makes of flags.
+
+
+def parse(target: str, flags: Sequence[str]) -> Any:
+    """The flags as vLLM's server parses them."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", target, *flags])
+
+
+def vllm_config_of(target: str, flags: Sequence[str]) -> Any:
+    """What vLLM makes of these flags on this machine, without loading a weight."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = AsyncEngineArgs.from_cli_args(parse(target, flags))
+    try:
+        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, NotImplementedError, OSError) as problem:
+        raise UnfitPairError(f"vLLM refuses these settings: {problem}") from problem
+
+
+def _asked_speculation(target: str, flags: Sequence[str]) -> dict[str, Any]:
+    """The user's own speculative settings, of which ours take the rest."""
+    if not any(_is_speculation(flag) for flag in flags):
+        return {}  # spares importing the engine only to find nothing
+    return dict(parse(target, flags).speculative_config or {})
+
+
+def _without_speculation(flags: Sequence[str]) -> list[str]:
+    kept, skip_value = [], False
+    for flag in flags:
+        if skip_value:
+            skip_value = False
+        elif _is_speculation(flag):
+            skip_value = "=" not in flag
+        else:
+            kept.append(flag)
+    return kept
+
+
+def _is_speculation(flag: str) -> bool:
+    """`--speculative-config VALUE`, also with `=`, underscores, or a dotted field of it."""
+    name = flag.partition("=")[0].replace("_", "-")
+    return name in ("--speculative-config", "-sc") or name.startswith("--speculative-config.")

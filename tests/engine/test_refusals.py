@@ -1,0 +1,140 @@
+"""Seeded faults through a real engine: refused before the first request, or served right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leadout.checkpoints import CheckpointError, write_checkpoint
+from leadout.engine.pair import UnfitPairError
+from leadout.engine.serve import Plan, Request, make_plan
+from leadout.pairing import TargetFacts, read_target
+from support.drafters import TINY_DRAFTER, random_drafter
+from support.faults import FAULTS, LOAD, Fault, healthy, healthy_reduced, healthy_speculators
+from support.models import tiny_llama
+
+CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
+# On this machine's engine, and not only in another's.
+HERE = [fault for fault in FAULTS if not fault.engine_facts]
+WARNINGS = {"vocabulary-padding", "verifier", "rope", "partial-rotary", "logit-scaling"}
+REFUSED = [f for f in HERE if f.rule not in WARNINGS and not f.mended]
+STARTED = {"missing-down-proj", "nan-weight", "tap-beyond-target", "taps-reversed"}
+STARTED |= {"mask-beyond-target", "short-positions", "two-thirds-of-the-vocabulary"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafter") / "healthy"
+    write_checkpoint(folder, random_drafter(CONFIG).state_dict(), CONFIG, "zlab")
+    return folder
+
+
+def start_engine(target: Path, drafter: Path, fault: Fault | None) -> list[int]:
+    """Start an engine on the pair, answer one request, and end it."""
+    from vllm import LLM, SamplingParams
+
+    arguments: dict[str, Any] = dict(fault.engine_arguments) if fault else {}
+    speculation = {
+        "method": "dflash",
+        "model": str(drafter),
+        "num_speculative_tokens": arguments.pop("num_speculative_tokens", 4),
+    }
+    settings = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, **arguments}
+    llm = LLM(
+        model=str(target),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        speculative_config=speculation,
+        **settings,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 9, 2]}], params, use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in REFUSED if fault.name in STARTED], ids=lambda fault: fault.name
+)
+def test_the_engine_refuses_before_the_first_request(
+    target: Path, drafter: Path, tmp_path: Path, fault: Fault
+) -> None:
+    faulty = fault.make(drafter, tmp_path / "faulty", read_target(target))
+    with pytest.raises((UnfitPairError, CheckpointError)) as refused:
+        start_engine(target, faulty, fault)
+    if fault.rule != LOAD:
+        assert f"{fault.rule}: found" in str(refused.value)
+
+
+@pytest.mark.parametrize("make", [healthy, healthy_speculators, healthy_reduced])
+def test_every_healthy_pair_starts_and_answers_alike(
+    target: Path, drafter: Path, tmp_path: Path, make: Any
+) -> None:
+    made = make(drafter, tmp_path / "drafter", read_target(target))
+    answer = start_engine(target, made, None)
+    assert len(answer) == 8
+    assert answer == start_engine(target, drafter, None)
+
+
+# `leadout serve`, up to the command it would become.
+
+
+def plan_for(fault: Fault, target: Path, faulty: Path, if_unfit: str = "refuse") -> Plan:
+    arguments = {"max_model_len": 128, "dtype": "float32", "max_num_seqs": 4}
+    arguments |= dict(fault.engine_arguments)
+    speculation = arguments.pop("num_speculative_tokens", None)
+    flags = [
+        word
+        for name, value in arguments.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    if speculation is not None:
+        flags += ["--speculative-config", f'{{"num_speculative_tokens": {speculation}}}']
+    return make_plan(Request(str(target), str(faulty), if_unfit, tuple(flags)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def facts(target: Path) -> TargetFacts:
+    return read_target(target)
+
+
+@pytest.mark.parametrize("fault", REFUSED, ids=lambda fault: fault.name)
+def test_leadout_serve_refuses_or_serves_bare(
+    target: Path, drafter: Path, facts: TargetFacts, tmp_path: Path, fault: Fault
+) -> None:
+    faulty = fault.make(drafter, tmp_path / "faulty", facts)
+    with pytest.raises((UnfitPairError, CheckpointError)) as refused:
+        plan_for(fault, target, faulty)
+    assert fault.rule == LOAD or f"{fault.rule}: found" in str(refused.value)
+
+    bare = plan_for(fault, target, faulty, if_unfit="bare")
+    assert "--speculative-config" not in bare.command
+    assert str(refused.value) in bare.notes[-1]
+
+
+def test_drafts_beyond_the_block_are_put_right(target: Path, drafter: Path) -> None:
+    (fault,) = [fault for fault in HERE if fault.name == "drafts-beyond-block"]
+    plan = plan_for(fault, target, drafter)
+    assert '"num_speculative_tokens": 4' in plan.command[-1]
+    assert any(
+        note.startswith("draft-tokens: found num_speculative_tokens 15") for note in plan.notes
+    )
+
+
+def test_a_warning_is_said_and_the_pair_served(
+    target: Path, drafter: Path, facts: TargetFacts, tmp_path: Path
+) -> None:
+    (fault,) = [fault for fault in HERE if fault.rule == "rope"]
+    plan = plan_for(fault, target, fault.make(drafter, tmp_path / "faulty", facts))
+    assert any(note.startswith("rope: found") for note in plan.notes)
+    assert "--speculative-config" in plan.command

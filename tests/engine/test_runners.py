@@ -1,0 +1,95 @@
+"""Our drafter class under both of vLLM's model runners, and over two tensor-parallel workers."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leadout.checkpoints import load_drafter, write_checkpoint
+from leadout.dflash.target import Target
+from leadout.pairing import read_target
+from support.drafters import TINY_DRAFTER, random_drafter
+from support.engine_drafts import reference_drafts
+from support.faults import FAULTS
+from support.models import ROOT, tiny_llama
+from support.tiny_engine import PROMPTS
+
+K = TINY_DRAFTER.max_draft_tokens
+CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_llama().save_pretrained(folder / "target")
+    write_checkpoint(folder / "drafter", random_drafter(CONFIG).state_dict(), CONFIG, "zlab")
+    return folder / "target", folder / "drafter"
+
+
+def run(
+    pair: tuple[Path, Path], *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "support.tiny_engine", *pair, str(K), *options],
+        cwd=ROOT / "tests",
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def result_of(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    for line in ended.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+            return result
+    raise AssertionError(ended.stdout[-3000:] + ended.stderr[-3000:])
+
+
+@pytest.fixture(scope="module")
+def on_v1(pair: tuple[Path, Path]) -> dict[str, Any]:
+    return result_of(run(pair))
+
+
+def test_v1_drafts_as_the_reference_does(pair: tuple[Path, Path], on_v1: dict[str, Any]) -> None:
+    assert on_v1["drafter_class"] == "LeadoutDFlashForCausalLM"
+    target, drafter = Target(tiny_llama(), CONFIG.target_layer_ids), load_drafter(pair[1])
+    for prompt, answer, drafts in zip(PROMPTS, on_v1["answers"], on_v1["drafts"], strict=True):
+        text = [*prompt, *answer]
+        first = reference_drafts(target, drafter, text, [len(prompt) + 1], K)[0]
+        assert tuple(drafts[0]) == first
+
+
+def test_v2_runs_our_class_and_drafts_the_same(
+    pair: tuple[Path, Path], on_v1: dict[str, Any]
+) -> None:
+    on_v2 = result_of(run(pair, "--v2"))
+    assert on_v2["drafter_class"] == "LeadoutDFlashForCausalLM"
+    assert on_v2["answers"] == on_v1["answers"]
+    # V2 drafts once more after the last token of an answer.
+    for mine, theirs in zip(on_v2["drafts"], on_v1["drafts"], strict=True):
+        assert mine[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("name", ["tap-beyond-target", "nan-weight"])
+def test_v2_refuses_a_fault_at_the_start(
+    pair: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    (fault,) = [fault for fault in FAULTS if fault.name == name]
+    drafter = fault.make(pair[1], tmp_path / "faulty", read_target(pair[0]))
+    ended = run((pair[0], drafter), "--v2")
+    assert ended.returncode != 0
+    expected = "target-layers: found" if fault.rule == "target-layers" else "values that are NaN"
+    assert expected in ended.stdout + ended.stderr
+
+
+def test_two_tensor_parallel_workers_draft_the_same(
+    pair: tuple[Path, Path], on_v1: dict[str, Any]
+) -> None:
+    parallel = result_of(run(pair, "--tensor-parallel", "2", VLLM_CPU_OMP_THREADS_BIND="0|1"))
+    assert parallel == on_v1

@@ -1,0 +1,105 @@
+"""Runs one small engine in a process of its own and prints what it drafted, as JSON.
+
+    python -m support.tiny_engine MODEL DRAFTER K [--v2] [--tensor-parallel N]
+
+`--v2` runs vLLM's V2 model runner, which needs Triton, in Triton's interpreter: slow and exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+PROMPTS = ([5, 9, 2, 44, 7, 7, 31, 200, 13], [60, 61, 62, 300])
+TOKENS = 12
+
+
+def let_triton_interpret() -> None:
+    """Make Triton believe in a CPU driver before vLLM asks for one; its kernels are interpreted."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+
+
+def record_proposals(runner: Any) -> list[list[int]]:
+    """Every block that the V2 runner's speculator proposes; its scheduler sees placeholders."""
+    proposals: list[list[int]] = []
+    propose = runner.speculator.propose
+
+    def listen(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        proposals.extend(drafts.tolist())
+        return drafts
+
+    runner.speculator.propose = listen
+    return proposals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("drafter")
+    parser.add_argument("draft_tokens", type=int)
+    parser.add_argument("--v2", action="store_true")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.v2:
+        let_triton_interpret()
+
+    from vllm import LLM, SamplingParams
+
+    from support.engine_drafts import record_drafts
+
+    llm = LLM(
+        model=arguments.model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        tensor_parallel_size=arguments.tensor_parallel,
+        speculative_config={
+            "method": "dflash",
+            "model": arguments.drafter,
+            "num_speculative_tokens": arguments.draft_tokens,
+        },
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    if arguments.v2:
+        runner = core.model_executor.driver_worker.worker.model_runner
+        proposals = record_proposals(runner)
+    else:
+        recorded = record_drafts(llm)
+    drafter_class = llm.collective_rpc(_class_of_drafter)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    answers = []
+    drafts = []
+    for prompt in PROMPTS:  # one at a time, so that blocks come in the order of their steps
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        answers.append(list(output.outputs[0].token_ids))
+        if arguments.v2:
+            drafts.append(proposals.copy())
+            proposals.clear()
+        else:
+            drafts.append([list(draft.tokens) for draft in recorded])
+            recorded.clear()
+    result = {"answers": answers, "drafts": drafts, "drafter_class": drafter_class}
+    print("RESULT " + json.dumps(result))
+
+
+def _class_of_drafter(worker: Any) -> str:
+    return type(worker.get_draft_model()).__name__
+
+
+if __name__ == "__main__":
+    main()
