@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("draft_tokens", type=int)
     parser.add_argument("--v2", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--settings", type=json.loads, default={}, help="of vLLM's, as JSON")
     arguments = parser.parse_args()
     if arguments.v2:
         let_triton_interpret()
@@ -59,13 +60,12 @@ def main() -> None:
 
     from support.engine_drafts import record_drafts
 
+    sizes = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, **arguments.settings}
     llm = LLM(
         model=arguments.model,
         skip_tokenizer_init=True,
-        dtype="float32",
         enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=4,
+        **sizes,
         enable_prefix_caching=False,
         tensor_parallel_size=arguments.tensor_parallel,
         speculative_config={
@@ -74,6 +74,7 @@ def main() -> None:
             "num_speculative_tokens": arguments.draft_tokens,
         },
     )
+    print("STARTED", flush=True)
     core = llm.llm_engine.engine_core.engine_core
     if arguments.v2:
         runner = core.model_executor.driver_worker.worker.model_runner

@@ -26,6 +26,16 @@ _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 class LeadoutDFlashModel(DFlashQwen3Model):  # type: ignore[misc]
     """vLLM's DFlash decoder; context keys and values come from the weights as they are now."""
 
+    _rope_cos_sin_cache: Tensor  # of vLLM's, shared by all layers
+
+    def _build_fused_kv_buffers(self) -> None:
+        rotary_table: Tensor | None = getattr(self, "_rope_cos_sin_cache", None)
+        super()._build_fused_kv_buffers()
+        if self._rope_cos_sin_cache.is_meta and rotary_table is not None:
+            # In the midst of an update vLLM has put aside what no checkpoint holds; it stays as it
+            # was.
+            self._rope_cos_sin_cache = rotary_table
+
     def _build_context_kv_buffers(self, layers_attn: list[nn.Module], has_bias: bool) -> None:
         """Derive the fused context projection anew, after every load.
 

@@ -1,0 +1,131 @@
+"""Every seeded fault through stock vLLM and through Leadout, as a table.
+
+Each fault starts a real engine of its own on a tiny target and asks it once. For stock vLLM the
+plugin is switched off. Writes JSON and a Markdown table for the docs:
+
+    python scripts/fault_table.py --out results/faults/tiny.json --table docs/faults.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from leadout.checkpoints import CheckpointError, write_checkpoint  # noqa: E402
+from leadout.engine.pair import UnfitPairError  # noqa: E402
+from leadout.engine.serve import Request, make_plan  # noqa: E402
+from leadout.pairing import read_target  # noqa: E402
+from leadout.provenance import Provenance  # noqa: E402
+from support.drafters import TINY_DRAFTER, random_drafter  # noqa: E402
+from support.faults import FAULTS, UNDETECTABLE, Fault  # noqa: E402
+from support.models import tiny_llama  # noqa: E402
+
+CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
+DEFAULTS = {"max_model_len": 128, "dtype": "float32", "max_num_seqs": 4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", type=Path, required=True)
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny_llama().save_pretrained(folder / "target")
+        write_checkpoint(folder / "healthy", random_drafter(CONFIG).state_dict(), CONFIG, "zlab")
+        facts = read_target(folder / "target", "target")
+        here = [fault for fault in (*FAULTS, *UNDETECTABLE) if not fault.engine_facts]
+        for fault in track(here, description="faults"):
+            faulty = fault.make(folder / "healthy", folder / fault.name, facts)
+            rows.append(
+                {
+                    "fault": fault.name,
+                    "rule": fault.rule,
+                    "stock": what_stock_does(folder / "target", faulty, fault),
+                    "leadout": _without_paths(what_leadout_says(folder / "target", faulty, fault)),
+                }
+            )
+    result = {"provenance": Provenance.of_this_run().model_dump(), "faults": rows}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    arguments.table.write_text(as_markdown(rows))
+
+
+def what_stock_does(target: Path, drafter: Path, fault: Fault) -> str:
+    settings = {**DEFAULTS, **fault.engine_arguments}
+    count = settings.pop("num_speculative_tokens", CONFIG.max_draft_tokens)
+    engine = [sys.executable, "-m", "support.tiny_engine", target, drafter, str(count)]
+    ended = subprocess.run(
+        [*engine, "--settings", json.dumps(settings)],
+        cwd=ROOT / "tests",
+        env={**os.environ, "LEADOUT_PLUGIN": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+    )
+    if "RESULT " in ended.stdout:
+        return "serves, no error"
+    moment = "dies at the first request" if "STARTED" in ended.stdout else "does not start"
+    errors = re.findall(r"^\w*(?:Error|Exception)\b: .*", ended.stderr, re.MULTILINE)
+    last = errors[-1] if errors else f"exit code {ended.returncode}"
+    return f"{moment}: {_without_paths(last)[:120]}"
+
+
+def what_leadout_says(target: Path, drafter: Path, fault: Fault) -> str:
+    settings = {**DEFAULTS, **fault.engine_arguments}
+    count = settings.pop("num_speculative_tokens", None)
+    flags = [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    if count is not None:
+        flags += ["--speculative-config", json.dumps({"num_speculative_tokens": count})]
+    try:
+        plan = make_plan(Request(str(target), str(drafter), "refuse", tuple(flags)))
+    except (UnfitPairError, CheckpointError) as refused:
+        return "refuses: " + str(refused).removeprefix("target and drafter do not fit\n")
+    said = [
+        note for note in plan.notes if not note.startswith("K = ") and "batched-tokens" not in note
+    ]
+    if fault.rule is None:
+        return "serves; only acceptance can tell"
+    return ("puts it right: " if fault.mended else "serves and warns: ") + "; ".join(said)
+
+
+def _without_paths(words: str) -> str:
+    return re.sub(r"/\S*/(\w[\w.-]*)", r"\1", words)
+
+
+def as_markdown(rows: list[dict[str, str | None]]) -> str:
+    lines = [
+        "# What a wrong pair does",
+        "",
+        "Every row is a healthy pair with one thing wrong, started on a real engine. Made by",
+        "`python scripts/fault_table.py`; the data is in `results/faults/`.",
+        "",
+        "| fault | stock vLLM 0.32 | with Leadout |",
+        "| --- | --- | --- |",
+    ]
+    for row in rows:
+        cells = [str(row[name]).replace("|", "\\|").replace("\n", " ") for name in _COLUMNS]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_COLUMNS = ("fault", "stock", "leadout")
+
+if __name__ == "__main__":
+    main()
