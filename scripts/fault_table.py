@@ -29,10 +29,15 @@ from leadout.engine.serve import Request, make_plan  # noqa: E402
 from leadout.pairing import read_target  # noqa: E402
 from leadout.provenance import Provenance  # noqa: E402
 from support.drafters import TINY_DRAFTER, random_drafter  # noqa: E402
-from support.faults import FAULTS, UNDETECTABLE, Fault  # noqa: E402
+from support.faults import FAULTS, UNDETECTABLE, Fault, serve_flags  # noqa: E402
 from support.models import tiny_llama  # noqa: E402
 
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
+STOCK = {
+    "LEADOUT_PLUGIN": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 DEFAULTS = {"max_model_len": 128, "dtype": "float32", "max_num_seqs": 4}
 
 
@@ -71,30 +76,22 @@ def what_stock_does(target: Path, drafter: Path, fault: Fault) -> str:
     ended = subprocess.run(
         [*engine, "--settings", json.dumps(settings)],
         cwd=ROOT / "tests",
-        env={**os.environ, "LEADOUT_PLUGIN": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env={**os.environ, **STOCK},
         capture_output=True,
         text=True,
     )
     if "RESULT " in ended.stdout:
         return "serves, no error"
     moment = "dies at the first request" if "STARTED" in ended.stdout else "does not start"
-    errors = re.findall(r"^\w*(?:Error|Exception)\b: .*", ended.stderr, re.MULTILINE)
+    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", ended.stderr, re.MULTILINE)
     last = errors[-1] if errors else f"exit code {ended.returncode}"
     return f"{moment}: {_without_paths(last)[:120]}"
 
 
 def what_leadout_says(target: Path, drafter: Path, fault: Fault) -> str:
-    settings = {**DEFAULTS, **fault.engine_arguments}
-    count = settings.pop("num_speculative_tokens", None)
-    flags = [
-        word
-        for name, value in settings.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    if count is not None:
-        flags += ["--speculative-config", json.dumps({"num_speculative_tokens": count})]
     try:
-        plan = make_plan(Request(str(target), str(drafter), "refuse", tuple(flags)))
+        flags = serve_flags(fault, **DEFAULTS)
+        plan = make_plan(Request(str(target), str(drafter), "refuse", flags))
     except (UnfitPairError, CheckpointError) as refused:
         return "refuses: " + str(refused).removeprefix("target and drafter do not fit\n")
     said = [

@@ -16,7 +16,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from leadout.dflash.target import Target
 from leadout.provenance import Provenance
 
 BLOCK_SIZE = 8
+Prompts = Sequence[Sequence[int]]
 
 
 class Oracle:
@@ -70,15 +71,18 @@ def main() -> None:
     prompts = _read_prompts(arguments.target, arguments.prompt_files, arguments.prompts)
     # Text beyond the limit lets the oracle fill its last block.
     longer = arguments.tokens + BLOCK_SIZE
-    plain = _in_batches(8, prompts, lambda batch, _: generate(
-        target, None, batch, max_new_tokens=longer, batch_size=len(batch)), "plain")  # fmt: skip
+
+    def write_plainly(batch: Prompts, _: int) -> list[Completion]:
+        return generate(target, None, batch, max_new_tokens=longer, batch_size=len(batch))
+
+    plain = _in_batches(8, prompts, write_plainly, "plain")
     texts = [completion.tokens for completion in plain]
     drafter = _random_drafter(target, model.config.max_position_embeddings)
 
     arms = []
     for batch_size, kind in itertools.product(arguments.batch_sizes, ("random", "oracle")):
 
-        def speculate(batch: Sequence[list[int]], start: int, kind: str = kind) -> list[Completion]:
+        def speculate(batch: Prompts, start: int, kind: str = kind) -> list[Completion]:
             known = texts[start : start + len(batch)]
             proposer: Proposer = (
                 Oracle(known) if kind == "oracle" else BlockProposer(drafter, target, len(batch))
@@ -143,13 +147,17 @@ def _read_prompts(target: Path, files: Sequence[Path], count: int) -> list[list[
     ]
 
 
-def _in_batches(size, prompts, run, label):  # type: ignore[no-untyped-def]
-    starts = range(0, len(prompts), size)
-    return [
-        completion
-        for start in track(starts, description=label, disable=not sys.stderr.isatty())
-        for completion in run(prompts[start : start + size], start)
-    ]
+def _in_batches(
+    size: int,
+    prompts: Prompts,
+    run: Callable[[Prompts, int], list[Completion]],
+    label: str,
+) -> list[Completion]:
+    """`run` over batches of prompts, each with the place of its first prompt."""
+    done: list[Completion] = []
+    for start in track(range(0, len(prompts), size), description=label):
+        done += run(prompts[start : start + size], start)
+    return done
 
 
 def _spread(layers: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -13,7 +13,15 @@ from leadout.engine.pair import UnfitPairError
 from leadout.engine.serve import Plan, Request, make_plan
 from leadout.pairing import TargetFacts, read_target
 from support.drafters import TINY_DRAFTER, random_drafter
-from support.faults import FAULTS, LOAD, Fault, healthy, healthy_reduced, healthy_speculators
+from support.faults import (
+    FAULTS,
+    LOAD,
+    Fault,
+    healthy,
+    healthy_reduced,
+    healthy_speculators,
+    serve_flags,
+)
 from support.models import tiny_llama
 
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
@@ -89,18 +97,11 @@ def test_every_healthy_pair_starts_and_answers_alike(
 # `leadout serve`, up to the command it would become.
 
 
-def plan_for(fault: Fault, target: Path, faulty: Path, if_unfit: str = "refuse") -> Plan:
-    arguments = {"max_model_len": 128, "dtype": "float32", "max_num_seqs": 4}
-    arguments |= dict(fault.engine_arguments)
-    speculation = arguments.pop("num_speculative_tokens", None)
-    flags = [
-        word
-        for name, value in arguments.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    if speculation is not None:
-        flags += ["--speculative-config", f'{{"num_speculative_tokens": {speculation}}}']
-    return make_plan(Request(str(target), str(faulty), if_unfit, tuple(flags)))  # type: ignore[arg-type]
+def plan_for(
+    fault: Fault, target: Path, faulty: Path, if_unfit: Literal["refuse", "bare"] = "refuse"
+) -> Plan:
+    flags = serve_flags(fault, max_model_len=128, dtype="float32", max_num_seqs=4)
+    return make_plan(Request(str(target), str(faulty), if_unfit, flags))
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ TINY_DRAFTER = DrafterConfig(
     layers=(LayerAttention(), LayerAttention(), LayerAttention()),
     rope=Rope(theta=10_000.0),
     max_positions=512,
-    target_layer_ids=(0, 2, 3),
+    target_layer_ids=(1, 2, 3),
     vocab_size=320,
     mask_token_id=1,
     block_size=5,

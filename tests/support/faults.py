@@ -42,6 +42,21 @@ class Fault:
     mended: bool = False  # Leadout serves it right, with a warning, instead of refusing
 
 
+def serve_flags(fault: Fault, **settings: Any) -> tuple[str, ...]:
+    """The flags of a server with these settings and those that belong to the fault."""
+    settings |= fault.engine_arguments
+    draft_tokens = settings.pop("num_speculative_tokens", None)
+    flags = [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    if draft_tokens is not None:
+        speculation = json.dumps({"num_speculative_tokens": draft_tokens})
+        flags += ["--speculative-config", speculation]
+    return tuple(flags)
+
+
 # Ways to make one.
 
 

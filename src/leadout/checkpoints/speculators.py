@@ -242,8 +242,8 @@ def _layers(
     if flag is False and FULL in kinds:
         to = "zlab" if SLIDING in kinds else "speculators"
         notes.append(
-            "vLLM 0.32 would serve these bidirectional full-attention layers causal; rewrite with "
-            f"`leadout convert --to {to}`"
+            "stock vLLM 0.32 serves these bidirectional full-attention layers causal, with Leadout "
+            f"they are served as trained; `leadout convert --to {to}` writes what both serve right"
         )
     causal = flag is False
     return tuple(

@@ -63,7 +63,7 @@ class TestInspect:
         assert "the file asks for 3" in shown
         assert "40, of which 10 can be drafted" in shown
         assert "own tensors embedding, head" in shown
-        assert "vLLM 0.32 would serve these bidirectional full-attention layers causal" in shown
+        assert "stock vLLM 0.32 serves these bidirectional full-attention layers causal" in shown
 
     def test_json_is_one_object_of_known_fields(self, run: Run, speculators_folder: Path) -> None:
         result = run("inspect", speculators_folder, "--json")

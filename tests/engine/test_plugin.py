@@ -1,0 +1,45 @@
+"""When the plugin steps in, and when it keeps out."""
+
+import json
+import subprocess
+import sys
+
+# In a process of its own, where no plugin has been loaded yet; from keeping out to stepping in.
+THREE_STARTS = """
+import json, os, vllm
+from vllm import ModelRegistry
+from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
+from leadout.engine.plugin import register
+
+def what_is_registered():
+    register()
+    return [
+        ModelRegistry.models["DFlashDraftModel"].module_name,
+        SUPPORTED_SPECULATORS_TYPES["dflash"].__module__,
+    ]
+
+real = vllm.__version__
+os.environ["LEADOUT_PLUGIN"] = "0"
+off = what_is_registered()
+del os.environ["LEADOUT_PLUGIN"]
+vllm.__version__ = "0.33.0"
+unsupported = what_is_registered()
+vllm.__version__ = real
+print("ANSWER", json.dumps([off, unsupported, what_is_registered()]))
+"""
+
+STOCK = [
+    "vllm.model_executor.models.qwen3_dflash",
+    "vllm.transformers_utils.configs.speculators.algos",
+]
+OURS = ["leadout.engine.drafter", "leadout.engine.formats"]
+
+
+def test_switched_off_and_unsupported_leave_vllm_untouched() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", THREE_STARTS], capture_output=True, text=True, check=True
+    )
+    (answer,) = [line for line in ended.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert json.loads(answer.removeprefix("ANSWER ")) == [STOCK, STOCK, OURS]
+    said = ended.stdout + ended.stderr
+    assert said.count("does nothing here: found vLLM 0.33.0, wanted >=0.32,<0.33") == 1
