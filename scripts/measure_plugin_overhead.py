@@ -1,9 +1,9 @@
 """Throughput with Leadout's drafter class over that of vLLM's own, for the same drafter.
 
-Arms alternate, each in a process of its own, so that noise of the machine hits both alike:
+Both engines live in one process and answer in turn, a few seconds each, so that the noise of the
+machine hits both alike:
 
-    python scripts/measure_plugin_overhead.py TARGET DRAFTER PROMPTS --rounds 4 \
-        --out results/serve/overhead.json
+    python scripts/measure_plugin_overhead.py TARGET DRAFTER PROMPTS --out FILE
 """
 
 from __future__ import annotations
@@ -11,55 +11,59 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
+from leadout.checkpoints import read_checkpoint
 from leadout.provenance import Provenance
 
-ARMS = {"leadout": {}, "stock": {"LEADOUT_PLUGIN": "0"}}
-CONCURRENCIES = (1, 8)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+STOCK_CLASS = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
+PROMPTS_AT = {1: 2, 8: 16}  # by concurrency: how many prompts a turn takes
 TOKENS = 64
+Rates = dict[str, dict[int, float]]  # of each engine, by concurrency
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target")
-    parser.add_argument("drafter")
+    parser.add_argument("drafter", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one-arm", action="store_true", help="used by the script itself")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.one_arm:
-        measure(arguments.target, arguments.drafter, arguments.prompts)
-        return
+    turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
 
-    rounds: list[dict[str, dict[str, float]]] = []
-    for number in track(range(arguments.rounds), description="rounds"):
-        # The other arm goes first in every other round.
-        order = list(ARMS.items())[:: 1 if number % 2 == 0 else -1]
-        rounds.append({name: run_arm(environment) for name, environment in order})
-    ratios = {
-        f"concurrency {c}": [r["leadout"][str(c)] / r["stock"][str(c)] for r in rounds]
-        for c in CONCURRENCIES
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        # vLLM remembers the class of a checkpoint by its path, so each engine has its own.
+        copy = Path(folder) / "drafter"
+        copy.mkdir()
+        for file in arguments.drafter.iterdir():
+            shutil.copyfile(file, copy / file.name)
+        engines = {"leadout": start(arguments.target, arguments.drafter)}
+        from vllm import ModelRegistry
+
+        ModelRegistry.register_model("DFlashDraftModel", STOCK_CLASS)
+        engines["stock"] = start(arguments.target, copy)
+        classes = {name: drafter_class(engine) for name, engine in engines.items()}
+        assert classes == {"leadout": "LeadoutDFlashForCausalLM", "stock": "DFlashQwen3ForCausalLM"}
+        rounds = [
+            one_round(engines, turns, number)
+            for number in track(range(arguments.rounds + 1), description="rounds")
+        ][1:]  # the first warms up
+
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "unit": "output tokens per second, and their ratio leadout over stock",
-        "ratios": {
-            name: {
-                "median": statistics.median(values),
-                "lowest": min(values),
-                "highest": max(values),
-                "rounds": values,
-            }
-            for name, values in ratios.items()
-        },
+        "ratios": {f"concurrency {c}": summary(rounds, c) for c in PROMPTS_AT},
         "rounds": rounds,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,42 +71,62 @@ def main() -> None:
     print(json.dumps(result["ratios"], indent=2))
 
 
-def run_arm(environment: dict[str, str]) -> dict[str, float]:
-    ended = subprocess.run(
-        [sys.executable, *sys.argv, "--one-arm"],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    line = next(line for line in ended.stdout.splitlines() if line.startswith("RATES "))
-    rates: dict[str, float] = json.loads(line.removeprefix("RATES "))
-    return rates
+def start(target: str, drafter: Path) -> Any:
+    from vllm import LLM
 
-
-def measure(target: str, drafter: str, prompts: Path) -> None:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
+    count = read_checkpoint(drafter).config.max_draft_tokens
+    return LLM(
         model=target,
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,
         enable_prefix_caching=False,
-        speculative_config={"method": "dflash", "model": drafter, "num_speculative_tokens": 3},
+        speculative_config={
+            "method": "dflash",
+            "model": str(drafter),
+            "num_speculative_tokens": count,
+        },
     )
-    turns = [json.loads(line)["turns"][0] for line in prompts.open()]
+
+
+def drafter_class(engine: Any) -> str:
+    (name,) = engine.collective_rpc(lambda worker: type(worker.get_draft_model()).__name__)
+    return str(name)
+
+
+def one_round(
+    engines: dict[str, Any], turns: list[str], number: int
+) -> dict[str, dict[int, float]]:
+    """Tokens per second of each engine at each concurrency; who begins changes every round."""
+    rates: Rates = {name: {} for name in engines}
+    for concurrency, count in PROMPTS_AT.items():
+        asked = [turns[(number * count + i) % len(turns)] for i in range(count)]
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            rates[name][concurrency] = tokens_per_second(engines[name], asked, concurrency)
+    return rates
+
+
+def tokens_per_second(engine: Any, asked: list[str], concurrency: int) -> float:
+    from vllm import SamplingParams
+
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    llm.generate(turns[:2], params, use_tqdm=False)  # warm up
-    rates = {}
-    for concurrency, count in zip(CONCURRENCIES, (6, 32), strict=True):
-        asked = turns[2 : 2 + count]
-        started = time.perf_counter()
-        for first in range(0, count, concurrency):
-            llm.generate(asked[first : first + concurrency], params, use_tqdm=False)
-        rates[concurrency] = count * TOKENS / (time.perf_counter() - started)
-    print("RATES " + json.dumps(rates))
+    started = time.perf_counter()
+    for first in range(0, len(asked), concurrency):
+        engine.generate(asked[first : first + concurrency], params, use_tqdm=False)
+    return len(asked) * TOKENS / (time.perf_counter() - started)
+
+
+def summary(rounds: list[Rates], concurrency: int) -> dict[str, float]:
+    ratios = sorted(r["leadout"][concurrency] / r["stock"][concurrency] for r in rounds)
+    lower, _, upper = statistics.quantiles(ratios, n=4)
+    return {
+        "median": statistics.median(ratios),
+        "lower_quartile": lower,
+        "upper_quartile": upper,
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+    }
 
 
 if __name__ == "__main__":

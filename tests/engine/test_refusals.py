@@ -139,3 +139,16 @@ def test_a_warning_is_said_and_the_pair_served(
     plan = plan_for(fault, target, fault.make(drafter, tmp_path / "faulty", facts))
     assert any(note.startswith("rope: found") for note in plan.notes)
     assert "--speculative-config" in plan.command
+
+
+def test_another_method_of_speculation_is_passed_on(target: Path) -> None:
+    flags = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    plan = make_plan(Request(str(target), None, "refuse", flags))
+    assert plan.command[-2:] == list(flags)
+    assert plan.notes == ["speculation by ngram: passed on to vLLM, not examined"]
+
+
+def test_no_drafter_is_plain_vllm(target: Path) -> None:
+    plan = make_plan(Request(str(target), None, "refuse", ("--max-model-len", "128")))
+    assert plan.command[-2:] == ["--max-model-len", "128"]
+    assert plan.notes == ["no drafter: plain vLLM"]

@@ -15,6 +15,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from leadout.engine.server import Server, server_command
+from leadout.pairing import read_target
+from support.faults import FAULTS
 from support.processes import family_of
 from support.prompts import PROMPTS
 from support.shared import QUICK_DRAFTER
@@ -168,17 +170,23 @@ def test_cut_requests_do_not_disturb_the_others(
     assert again.choices[0].text == bare_texts["complete"][0]
 
 
-def test_sigterm_to_the_process_that_was_started_stops_the_server(
-    smollm2: Path, tmp_path: Path
+def test_an_unfit_pair_is_served_bare_on_request_and_a_signal_ends_it(
+    smollm2: Path, bare_texts: dict[str, list[str]], tmp_path: Path
 ) -> None:
     """With the engine's other wheel, `vllm`, which is known by its distribution's name."""
     dist = tmp_path / "site" / "vllm-0.32.0+cpu.dist-info"
     dist.mkdir(parents=True)
     (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     environment = {**ENVIRONMENT, "PYTHONPATH": str(dist.parent)}
-    command = [sys.executable, "-m", "leadout", "serve", str(smollm2), *SMALL]
+    (fault,) = [fault for fault in FAULTS if fault.name == "nan-weight"]
+    faulty = fault.make(QUICK_DRAFTER, tmp_path / "faulty", read_target(smollm2))
+    command = [sys.executable, "-m", "leadout", "serve", str(smollm2), "--draft", str(faulty)]
+    command += ["--if-unfit", "bare", *SMALL]
     with Server(command, log=tmp_path / "log", environment=environment) as server:
+        assert "serving WITHOUT speculation" in server.log.read_text()
+        assert texts_of(server.url) == bare_texts
+
         family = family_of(os.getpid())
-        (process,) = [p for p in family if "vllm.entrypoints.cli.main serve" in p.command]
+        (process,) = [p for p in family if "-m vllm.entrypoints.cli.main serve" in p.command]
         os.kill(process.pid, signal.SIGTERM)
         assert server.wait_until_ended(60) == 0

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
-from leadout.checkpoints.store import read_config
 from leadout.engine.folders import ModelNotFoundError, local_folder
 from leadout.engine.pair import UnfitPairError, pair_of, pair_to_be, require_no_refusal
 from leadout.engine.server import server_command
 from leadout.pairing import Severity, examine
 from leadout.pairing.published import AS_OF, find_published
 from leadout.pairing.server_rules import batched_tokens_for
+from leadout.pairing.target import read_any_config
 
 AUTO = "auto"
 
@@ -47,6 +47,10 @@ def make_plan(request: Request) -> Plan:
     named = _target_named_by(request.target)
     target = request.target if named is None or request.draft is not None else named
     asked = _asked_speculation(target, request.flags)
+    method = asked.get("method", "dflash")
+    if method != "dflash" and request.draft is None:
+        passed_on = f"speculation by {method}: passed on to vLLM, not examined"
+        return Plan(server_command(target, request.flags), [passed_on])
     draft = request.draft or asked.get("model") or (request.target if named else None)
     if draft is None:
         return Plan(server_command(target, request.flags), ["no drafter: plain vLLM"])
@@ -116,7 +120,7 @@ def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -
 
 def _target_named_by(name: str) -> str | None:
     """The target that a speculators-format drafter names; None for any other model."""
-    config = read_config(local_folder(name, config_only=True))
+    config = read_any_config(local_folder(name, config_only=True))
     section = config.get("speculators_config")
     verifier = section.get("verifier") if isinstance(section, dict) else None
     named = verifier.get("name_or_path") if isinstance(verifier, dict) else None

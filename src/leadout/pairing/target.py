@@ -23,6 +23,11 @@ _DECODER_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_co
 
 def read_target(folder: Path, name: str | None = None) -> TargetFacts:
     """The facts in a model folder; `name` is what the user calls it, the folder unless given."""
+    return target_from_config(read_any_config(folder), name or str(folder), folder / CONFIG)
+
+
+def read_any_config(folder: Path) -> dict[str, object]:
+    """The config.json of any model, drafter or not."""
     path = folder / CONFIG
     # Not strict_json: configs of state-space targets rightly contain Infinity.
     try:
@@ -31,7 +36,7 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         raise _not_a_config(path, str(problem)) from None
     if not isinstance(config, dict):
         raise _not_a_config(path, f"a {type(config).__name__}")
-    return target_from_config(config, name or str(folder), path)
+    return config
 
 
 def target_from_config(

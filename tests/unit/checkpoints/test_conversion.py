@@ -128,7 +128,7 @@ def test_what_no_format_can_hold(
 
 def test_a_served_trap_is_repaired_by_rewriting(speculators_folder: Path, tmp_path: Path) -> None:
     edit_config(speculators_folder, lambda c: c.update(sliding_window_non_causal=False))
-    assert any("would serve" in note for note in read_checkpoint(speculators_folder).notes)
+    assert any("served as trained" in note for note in read_checkpoint(speculators_folder).notes)
     repaired = convert(speculators_folder, tmp_path / "repaired", "speculators")
     assert repaired.notes == ()
     written = json.loads((tmp_path / "repaired" / "config.json").read_text())
