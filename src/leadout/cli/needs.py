@@ -1,6 +1,8 @@
 """What each command needs beyond the base install; `leadout env` reports from this table."""
 
-from leadout.environment import Need
+import typer
+
+from leadout.environment import Need, usability
 
 ENGINE = Need(
     module="vllm", remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator)"
@@ -12,3 +14,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "inspect": (),
     "serve": (ENGINE,),
 }
+
+
+def require(command: str) -> None:
+    """End with the remedy where a command's needs are not met."""
+    state = usability(NEEDS[command])
+    if not state.usable:
+        typer.echo(f"leadout {command} cannot run here: {state.remedy}", err=True)
+        raise typer.Exit(2)

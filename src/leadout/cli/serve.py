@@ -32,6 +32,9 @@ def serve(
     import os
     import shlex
 
+    from leadout.cli import needs
+
+    needs.require("serve")
     servers_environment = dict(os.environ)
     # While planning, vLLM speaks only of errors, and not where the command is printed.
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}

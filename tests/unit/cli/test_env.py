@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from leadout import environment
 from leadout.cli.app import app
+from leadout.cli.needs import NEEDS
 from leadout.engine import facts
 from leadout.environment import Need
 
@@ -74,3 +75,13 @@ def test_a_cuda_companion_of_a_cpu_torch_is_warned_of(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(versions, "torchvision", "0.28.0+cpu")
     assert environment.known_troubles() == []
+
+
+def test_a_command_whose_need_is_missing_ends_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = Need(module="no_such_module_anywhere", remedy="pip install 'leadout[thing]'")
+    monkeypatch.setitem(NEEDS, "serve", (missing,))
+    ended = CliRunner().invoke(app, ["serve", "some-target", "--draft", "some-drafter"])
+    assert ended.exit_code == 2
+    assert "leadout serve cannot run here: pip install 'leadout[thing]'" in ended.output
