@@ -83,7 +83,9 @@ def what_stock_does(target: Path, drafter: Path, fault: Fault) -> str:
     if "RESULT " in ended.stdout:
         return "serves, no error"
     moment = "dies at the first request" if "STARTED" in ended.stdout else "does not start"
-    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", ended.stderr, re.MULTILINE)
+    # Tracebacks of a worker carry its rank.
+    line = r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)"
+    errors = re.findall(line, ended.stderr, re.MULTILINE)
     last = errors[-1] if errors else f"exit code {ended.returncode}"
     return f"{moment}: {_without_paths(last)[:120]}"
 
