@@ -1,7 +1,7 @@
-"""Throughput with Leadout's drafter class over that of vLLM's own, for the same drafter.
+"""Time of an engine step with vLLM's own drafter class over that with Leadout's: 1 is no overhead.
 
-Both engines live in one process and answer in turn, a few seconds each, so that the noise of the
-machine hits both alike:
+Each arm runs in a process of its own, in turn. The median over the steps of a run is compared, not
+tokens per second: it is not moved by a disturbed second, nor by the drafts that were accepted.
 
     python scripts/measure_plugin_overhead.py TARGET DRAFTER PROMPTS --out FILE
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,9 @@ from rich.progress import track
 from leadout.checkpoints import read_checkpoint
 from leadout.provenance import Provenance
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-STOCK_CLASS = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
-PROMPTS_AT = {1: 2, 8: 16}  # by concurrency: how many prompts a turn takes
+ARMS = {"leadout": {"LEADOUT_PLUGIN": "1"}, "stock": {"LEADOUT_PLUGIN": "0"}}
+PROMPTS_AT = {1: 3, 8: 16}  # by concurrency: how many prompts
 TOKENS = 64
-Rates = dict[str, dict[int, float]]  # of each engine, by concurrency
 
 
 def main() -> None:
@@ -37,33 +33,29 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("drafter", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--one-arm", action="store_true", help="used by the script itself")
     arguments = parser.parse_args()
-    turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
+    if arguments.one_arm:
+        print("STEPS " + json.dumps(step_times(arguments)))
+        return
 
-    with tempfile.TemporaryDirectory() as folder:
-        # vLLM remembers the class of a checkpoint by its path, so each engine has its own.
-        copy = Path(folder) / "drafter"
-        copy.mkdir()
-        for file in arguments.drafter.iterdir():
-            shutil.copyfile(file, copy / file.name)
-        engines = {"leadout": start(arguments.target, arguments.drafter)}
-        from vllm import ModelRegistry
-
-        ModelRegistry.register_model("DFlashDraftModel", STOCK_CLASS)
-        engines["stock"] = start(arguments.target, copy)
-        classes = {name: drafter_class(engine) for name, engine in engines.items()}
-        assert classes == {"leadout": "LeadoutDFlashForCausalLM", "stock": "DFlashQwen3ForCausalLM"}
-        rounds = [
-            one_round(engines, turns, number)
-            for number in track(range(arguments.rounds + 1), description="rounds")
-        ][1:]  # the first warms up
-
+    rounds = []
+    for number in track(range(arguments.rounds), description="rounds"):
+        order = list(ARMS)[:: 1 if number % 2 else -1]  # who begins changes every round
+        rounds.append({arm: run_arm(arm) for arm in order})
+    ratios = {
+        f"concurrency {c}": [r["stock"][str(c)] / r["leadout"][str(c)] for r in rounds]
+        for c in PROMPTS_AT
+    }
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
-        "unit": "output tokens per second, and their ratio leadout over stock",
-        "ratios": {f"concurrency {c}": summary(rounds, c) for c in PROMPTS_AT},
+        "unit": "median milliseconds of a step, and the ratio stock over leadout",
+        "ratios": {
+            name: {"median": statistics.median(r), "lowest": min(r), "highest": max(r)}
+            for name, r in ratios.items()
+        },
         "rounds": rounds,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,62 +63,54 @@ def main() -> None:
     print(json.dumps(result["ratios"], indent=2))
 
 
-def start(target: str, drafter: Path) -> Any:
-    from vllm import LLM
+def run_arm(arm: str) -> dict[str, float]:
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    ended = subprocess.run(
+        [sys.executable, *sys.argv, "--one-arm"],
+        env={**os.environ, **settings, **ARMS[arm]},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    line = next(line for line in ended.stdout.splitlines() if line.startswith("STEPS "))
+    medians: dict[str, float] = json.loads(line.removeprefix("STEPS "))
+    return medians
 
-    count = read_checkpoint(drafter).config.max_draft_tokens
-    return LLM(
-        model=target,
+
+def step_times(arguments: Any) -> dict[int, float]:
+    from vllm import LLM, SamplingParams
+
+    count = read_checkpoint(arguments.drafter).config.max_draft_tokens
+    speculation = {"method": "dflash", "model": str(arguments.drafter)}
+    llm = LLM(
+        model=arguments.target,
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,
         enable_prefix_caching=False,
-        speculative_config={
-            "method": "dflash",
-            "model": str(drafter),
-            "num_speculative_tokens": count,
-        },
+        speculative_config={**speculation, "num_speculative_tokens": count},
     )
+    durations: list[float] = []
+    step = llm.llm_engine.step
 
+    def timed_step() -> Any:
+        started = time.perf_counter()
+        outputs = step()
+        durations.append(time.perf_counter() - started)
+        return outputs
 
-def drafter_class(engine: Any) -> str:
-    (name,) = engine.collective_rpc(lambda worker: type(worker.get_draft_model()).__name__)
-    return str(name)
-
-
-def one_round(
-    engines: dict[str, Any], turns: list[str], number: int
-) -> dict[str, dict[int, float]]:
-    """Tokens per second of each engine at each concurrency; who begins changes every round."""
-    rates: Rates = {name: {} for name in engines}
-    for concurrency, count in PROMPTS_AT.items():
-        asked = [turns[(number * count + i) % len(turns)] for i in range(count)]
-        for name in list(engines)[:: 1 if number % 2 else -1]:
-            rates[name][concurrency] = tokens_per_second(engines[name], asked, concurrency)
-    return rates
-
-
-def tokens_per_second(engine: Any, asked: list[str], concurrency: int) -> float:
-    from vllm import SamplingParams
-
+    llm.llm_engine.step = timed_step
+    turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    started = time.perf_counter()
-    for first in range(0, len(asked), concurrency):
-        engine.generate(asked[first : first + concurrency], params, use_tqdm=False)
-    return len(asked) * TOKENS / (time.perf_counter() - started)
-
-
-def summary(rounds: list[Rates], concurrency: int) -> dict[str, float]:
-    ratios = sorted(r["leadout"][concurrency] / r["stock"][concurrency] for r in rounds)
-    lower, _, upper = statistics.quantiles(ratios, n=4)
-    return {
-        "median": statistics.median(ratios),
-        "lower_quartile": lower,
-        "upper_quartile": upper,
-        "lowest": ratios[0],
-        "highest": ratios[-1],
-    }
+    llm.generate(turns[-2:], params, use_tqdm=False)  # warm up
+    medians = {}
+    for concurrency, prompts in PROMPTS_AT.items():
+        durations.clear()
+        for first in range(0, prompts, concurrency):
+            llm.generate(turns[first : first + concurrency], params, use_tqdm=False)
+        medians[concurrency] = 1000 * statistics.median(durations)
+    return medians
 
 
 if __name__ == "__main__":

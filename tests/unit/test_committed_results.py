@@ -17,8 +17,7 @@ def result(name: str) -> Any:
     "name",
     [
         "lossless/smollm2.json",
-        "serve/overhead.json",
-        "serve/overhead-one-thread.json",
+        "serve/step-time.json",
         "faults/tiny.json",
     ],
 )
