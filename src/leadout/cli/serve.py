@@ -44,6 +44,7 @@ def serve(
     from leadout.engine.pair import UnfitPairError
     from leadout.engine.serve import Request, make_plan
 
+    typer.echo("leadout: examining target, drafter and settings, some seconds", err=True)
     request = Request(target, draft, if_unfit.value, tuple(context.args))
     try:
         made = make_plan(request)
