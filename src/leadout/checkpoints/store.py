@@ -99,9 +99,9 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: JsonObject
     refuse_existing(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with _replacing(folder / WEIGHTS) as temporary:
+    with replacing(folder / WEIGHTS) as temporary:
         save_file(contiguous, temporary, metadata={"format": "pt"})
-    with _replacing(folder / CONFIG) as temporary:
+    with replacing(folder / CONFIG) as temporary:
         temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -233,7 +233,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder that takes the final name once it is on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# Configuration and weights, and what tokenizers and chat templates are written in.
+_WHOLE_MODEL = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
 
 class ModelNotFoundError(FileNotFoundError):
     """Neither a folder nor a hub name that can be had here."""
@@ -19,7 +22,7 @@ def local_folder(name: str, revision: str | None = None, *, config_only: bool = 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json"] if config_only else ["*.json", "*.safetensors"]
+    patterns = ["*.json"] if config_only else [*_WHOLE_MODEL]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:

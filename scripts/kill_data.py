@@ -1,0 +1,166 @@
+"""Ten times `kill -9` on `leadout data`: what is left and resumed is what an undisturbed run makes.
+
+The target is tiny and random. Every kill comes at a moment drawn from a seed: some while the engine
+starts, most while it answers. The samples of both runs are compared one by one:
+
+    python scripts/kill_data.py --out results/data/kill.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from leadout.data.manifest import DataFolder, shard_path  # noqa: E402
+from leadout.provenance import Provenance  # noqa: E402
+from support.prompts import PROMPTS  # noqa: E402
+from support.tiny_chat import write_tiny_chat_target  # noqa: E402
+
+KILLS = 10
+WHILE_STARTING = 3  # of the kills; the others come after the first new sample
+CONVERSATIONS = 500  # every second one of two turns
+OWN_PROMPTS = 100
+FLAGS = (
+    *("--max-new-tokens", "48", "--max-length", "400", "--concurrency", "8"),
+    *("--greedy-share", "0.5", "--dtype", "float32", "--prompts", f"self:{OWN_PROMPTS}"),
+)
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class DataCommand:
+    """`leadout data` on one folder, as a process."""
+
+    def __init__(self, folder: Path, out: str) -> None:
+        self.out = folder / out
+        self.shard = shard_path(self.out, 1, 1)
+        self._words = [sys.executable, "-m", "leadout", "data", folder / "target", "--resume"]
+        self._words += ["--prompts", folder / "asked.jsonl", "--out", self.out, *FLAGS]
+        self._log = folder / f"{out}.log"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                self._words, stdout=log, stderr=log, env={**os.environ, **ONE_THREAD}
+            )
+
+    def run_to_the_end(self) -> tuple[float, float]:
+        """Seconds until the first new sample, and from there to the end."""
+        started = time.monotonic()
+        process = self.start()
+        self.wait_for_growth(process)
+        answering = time.monotonic()
+        if process.wait() != 0:
+            raise RuntimeError(f"leadout data failed:\n{self._log.read_text()[-3000:]}")
+        return answering - started, time.monotonic() - answering
+
+    def wait_for_growth(self, process: subprocess.Popen[bytes]) -> None:
+        before = self.size()
+        while process.poll() is None and self.size() <= before:
+            time.sleep(0.002)
+
+    def size(self) -> int:
+        return self.shard.stat().st_size if self.shard.exists() else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tiny_chat_target(folder / "target")
+        write_prompts(folder / "asked.jsonl")
+        undisturbed, disturbed = DataCommand(folder, "whole"), DataCommand(folder, "killed")
+        seconds = undisturbed.run_to_the_end()
+        print(f"undisturbed: {seconds[0]:.1f} s to the first sample, {seconds[1]:.1f} s more")
+        kills = kill_again_and_again(disturbed, *seconds, random.Random(arguments.seed))
+        disturbed.run_to_the_end()
+        result = {
+            "provenance": Provenance.of_this_run().model_dump(),
+            "seed": arguments.seed,
+            "kills": kills,
+            **compare(DataFolder(undisturbed.out), DataFolder(disturbed.out)),
+        }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    sys.exit(0 if result["equal"] else 1)
+
+
+def write_prompts(path: Path) -> None:
+    with path.open("w") as file:
+        for number in range(CONVERSATIONS):
+            turns = [f"{number}. {PROMPTS[number % len(PROMPTS)]}", "And then?"]
+            file.write(json.dumps({"turns": turns[: 1 + number % 2]}) + "\n")
+
+
+def kill_again_and_again(
+    command: DataCommand, starting: float, answering: float, draw: random.Random
+) -> list[dict[str, object]]:
+    """Start, kill at a drawn moment, and so on; each run goes on where the last was cut off."""
+    early = set(draw.sample(range(KILLS), WHILE_STARTING))
+    kills: list[dict[str, object]] = []
+    for number in range(KILLS):
+        before = command.shard.read_bytes() if command.shard.exists() else b""
+        process = command.start()
+        if number in early:
+            delay = draw.uniform(0, starting)
+        else:
+            command.wait_for_growth(process)
+            # So that all of them together fit into the job.
+            delay = draw.uniform(0, answering / KILLS)
+        time.sleep(delay)
+        if process.poll() is not None:
+            raise RuntimeError(f"run {number} ended before its kill; give it more conversations")
+        process.kill()
+        process.wait()
+        after = command.shard.read_bytes() if command.shard.exists() else b""
+        whole = before[: before.rfind(b"\n") + 1]
+        if not after.startswith(whole):
+            raise RuntimeError(f"run {number} changed samples that were written before it")
+        kills.append(
+            {
+                "after": f"{delay:.3f} s of " + ("starting" if number in early else "answering"),
+                "new_samples": after.count(b"\n") - whole.count(b"\n"),
+                "samples": after.count(b"\n"),
+                "torn_bytes": len(after) - after.rfind(b"\n") - 1,
+            }
+        )
+        print(kills[-1], flush=True)
+    return kills
+
+
+def compare(undisturbed: DataFolder, disturbed: DataFolder) -> dict[str, object]:
+    """Every sample of both; reading them refuses duplicates."""
+    wanted = {sample.id: sample for sample in undisturbed.samples()}
+    found = {sample.id: sample for sample in disturbed.samples()}
+    return {
+        "samples": len(wanted),
+        "response_tokens": undisturbed.response_tokens,
+        "samples_after_kills": len(found),
+        "missing": len(wanted.keys() - found.keys()),
+        "different": sum(found[name] != wanted[name] for name in wanted.keys() & found.keys()),
+        "same_manifest": disturbed.manifests == undisturbed.manifests,
+        "equal": found == wanted and disturbed.content_hash() == undisturbed.content_hash(),
+    }
+
+
+if __name__ == "__main__":
+    main()

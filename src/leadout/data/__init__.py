@@ -1,0 +1,1 @@
+"""On-policy training text: prompts from anywhere, answers by the target itself, kept as shards."""

@@ -1,0 +1,154 @@
+"""Text through vLLM in one continuous queue: requests go in at any time, answers come out.
+
+The engine lives in this process, so that it dies with it. A request's random numbers come from its
+own seed: its answer does not depend on what else is under way (up to the rounding of the batch).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+class EngineStartError(ValueError):
+    """vLLM refuses the target or a setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, in token ids; temperature 0 is greedy."""
+
+    id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_tokens: Sequence[int] = ()  # besides the target's own
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request; `tokens` ends with the stop token where there was one."""
+
+    id: str
+    tokens: list[int]
+    finish: Literal["stop", "length"]
+
+
+class TextEngine:
+    """vLLM with a target and, if `speculation` is given, with a drafter before it."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        max_length: int,
+        max_requests: int,
+        dtype: str = "auto",
+        seed: int = 0,
+        speculation: dict[str, Any] | None = None,
+        eager: bool = False,
+    ) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        # Only read on CPUs, where vLLM's own guess is most of the machine's memory.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        on_cpu = current_platform.is_cpu()
+        self.max_length = max_length
+        try:
+            self._llm = LLM(
+                model=target,
+                dtype=dtype,
+                max_model_len=max_length,
+                max_num_seqs=max_requests,
+                seed=seed,
+                # Compilation takes minutes on a CPU; there vLLM's own kernels serve better.
+                enforce_eager=on_cpu or eager,
+                compilation_config={"custom_ops": ["all"]} if on_cpu else None,
+                speculative_config=speculation,
+                disable_log_stats=speculation is None,
+            )
+        except ValueError as problem:
+            reason = " ".join(str(problem).split()).partition(" [type=")[0]
+            raise EngineStartError(
+                f"{target}: vLLM does not start: {reason} (asked for at most {max_length} tokens "
+                f"in {dtype})"
+            ) from problem
+        self._running = 0
+        self._has_counters = speculation is not None
+
+    @property
+    def running(self) -> int:
+        """Requests that have gone in and not come out."""
+        return self._running
+
+    def submit(self, ask: Ask) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._llm.llm_engine.add_request(
+            ask.id,
+            tokens_input(list(ask.prompt)),
+            SamplingParams(
+                temperature=ask.temperature,
+                top_p=ask.top_p,
+                seed=ask.seed if ask.temperature > 0 else None,
+                max_tokens=ask.max_tokens,
+                stop_token_ids=list(ask.stop_tokens) or None,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        self._running += 1
+
+    def step(self) -> list[Answer]:
+        """One step of the engine; the answers that it finished."""
+        finished = [output for output in self._llm.llm_engine.step() if output.finished]
+        self._running -= len(finished)
+        return [
+            Answer(
+                output.request_id,
+                list(output.outputs[0].token_ids),
+                "stop" if output.outputs[0].finish_reason == "stop" else "length",
+            )
+            for output in finished
+        ]
+
+    def answer_all(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Every answer, in the order of the requests."""
+        for ask in asks:
+            self.submit(ask)
+        answers: dict[str, Answer] = {}
+        while self.running:
+            answers |= {answer.id: answer for answer in self.step()}
+        return [answers[ask.id] for ask in asks]
+
+    def draft_model(self) -> Any:
+        """The drafter as vLLM runs it: a module of its own, in this process."""
+        (model,) = self._llm.collective_rpc(_draft_model)
+        return model
+
+    def forget_prompts(self) -> None:
+        """Compute the next prompts whole, whatever is known of their beginnings."""
+        self._llm.reset_prefix_cache()
+
+    def counters(self) -> dict[str, Any]:
+        """vLLM's counters of speculation so far, if there is one; those by position are lists."""
+        if not self._has_counters:
+            return {}
+        found = {m.name: m for m in self._llm.get_metrics() if "spec_decode" in m.name}
+        return {
+            name: getattr(m, "values", None) or getattr(m, "value", 0) for name, m in found.items()
+        }
+
+
+def _draft_model(worker: Any) -> Any:
+    return worker.get_draft_model()

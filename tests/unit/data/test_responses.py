@@ -1,0 +1,199 @@
+"""Conversations go through the engine turn by turn, and go on where a run was cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, KilledError
+
+from leadout.data.chat import Chat
+from leadout.data.manifest import Sampling
+from leadout.data.prompts import Prompt
+from leadout.data.responses import USER_TURN_TEMPERATURE, Answering, conversations
+from leadout.data.shards import Sample, ShardWriter, WrittenSamples
+
+PROMPTS = [
+    Prompt("a/0", "a", ("One?",)),
+    Prompt("a/1", "a", ("One?", "Two?", "Three?")),
+    Prompt("a/2", "a", ("Four?", "Five?")),
+    Prompt("self/0", "self", ()),
+    Prompt("self/1", "self", ()),
+]
+
+
+class Run:
+    """One run of `Answering` on a file, from what the file holds."""
+
+    def __init__(
+        self,
+        path: Path,
+        chat: Chat,
+        sampling: Sampling,
+        engine: FakeEngine,
+        *,
+        prompts: list[Prompt] = PROMPTS,
+        part: tuple[int, int] = (1, 1),
+        ahead: int = 2,
+    ) -> None:
+        self.reported: list[Sample] = []
+        self.killed = False
+        with ShardWriter(path) as writer:
+            done = WrittenSamples(path, lambda _: None)
+            answering = Answering(engine, chat, sampling, writer, ahead)  # type: ignore[arg-type]
+            try:
+                answering.run(conversations(prompts, sampling, *part), done, self.reported.append)
+            except KilledError:
+                self.killed = True
+        self.skipped = answering.skipped
+        self.samples: Mapping[str, Sample] = dict(WrittenSamples(path, lambda _: None))
+
+
+@pytest.fixture
+def whole(tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]) -> Run:
+    return Run(tmp_path / "whole.jsonl", chat, sampling(), FakeEngine())
+
+
+def test_every_turn_is_a_sample(whole: Run) -> None:
+    assert sorted(whole.samples) == [
+        "a/0#0/0",
+        "a/1#0/0",
+        "a/1#0/1",
+        "a/1#0/2",
+        "a/2#0/0",
+        "a/2#0/1",
+        "self/0#0/0",
+        "self/1#0/0",
+    ]
+    assert {sample.id: sample for sample in whole.reported} == whole.samples
+    assert {sample.source for sample in whole.samples.values()} == {"a", "self"}
+    assert whole.skipped == 0
+
+
+def test_a_later_turn_is_asked_with_the_targets_own_answers(whole: Run, chat: Chat) -> None:
+    first, second, third = (whole.samples[f"a/1#0/{turn}"] for turn in range(3))
+    said = [chat.text(first.response), chat.text(second.response)]
+    assert all(len(text) == 3 and text.isalpha() for text in said)
+    assert first.prompt == chat.prompt(["One?"])
+    assert third.prompt == chat.prompt(["One?", "Two?", "Three?"], said)
+
+
+def test_self_writes_the_users_turn_too(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
+) -> None:
+    engine = FakeEngine()
+    run = Run(tmp_path / "a.jsonl", chat, sampling(), engine, prompts=PROMPTS[3:])
+    asked = {ask.id: ask for ask in engine.asked}
+    assert set(asked) == {f"self/{n}#0/{which}" for n in range(2) for which in ("user", "0")}
+    turn = asked["self/0#0/user"]
+    assert turn.prompt == chat.user_prefix()
+    assert turn.temperature == USER_TURN_TEMPERATURE
+    assert list(turn.stop_tokens) == [chat.end_of_turn]
+    prompts = {tuple(sample.prompt) for sample in run.samples.values()}
+    assert len(prompts) == 2  # each its own turn
+    for prompt in prompts:
+        begin = len(chat.user_prefix())
+        assert list(prompt) == chat.prompt([chat.text(prompt[begin : begin + 3])])
+
+
+def test_the_greedy_share_is_kept(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
+) -> None:
+    prompts = [Prompt(f"p/{n}", "p", ("One?",)) for n in range(400)]
+    for share in (0.0, 0.25, 1.0):
+        path = tmp_path / f"{share}.jsonl"
+        run = Run(path, chat, sampling(greedy_share=share), FakeEngine(), prompts=prompts)
+        temperatures = [sample.temperature for sample in run.samples.values()]
+        assert set(temperatures) <= {0.0, 0.7}
+        assert temperatures.count(0.0) / 400 == pytest.approx(share, abs=0.06)
+
+
+def test_only_one_answer_to_a_prompt_is_greedy(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
+) -> None:
+    settings = sampling(greedy_share=0.25, samples_per_prompt=4)
+    engine = FakeEngine()
+    run = Run(tmp_path / "a.jsonl", chat, settings, engine, prompts=PROMPTS[:1])
+    assert [run.samples[f"a/0#{n}/0"].temperature for n in range(4)] == [0.0, 0.7, 0.7, 0.7]
+    assert len({ask.seed for ask in engine.asked}) == 4
+    assert {ask.top_p for ask in engine.asked if ask.temperature == 0.0} == {1.0}
+
+
+def test_another_seed_draws_other_answers(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
+) -> None:
+    one, same, other = (
+        Run(tmp_path / name, chat, sampling(seed=seed, greedy_share=0.0), FakeEngine()).samples
+        for name, seed in (("one", 1), ("same", 1), ("other", 2))
+    )
+    assert one == same != other
+
+
+def test_parts_share_the_work_out(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling], whole: Run
+) -> None:
+    parts = [
+        Run(tmp_path / f"{n}.jsonl", chat, sampling(), FakeEngine(), part=(n, 3)).samples
+        for n in (1, 2, 3)
+    ]
+    assert sum(len(part) for part in parts) == len(whole.samples)
+    assert parts[0] | parts[1] | parts[2] == whole.samples
+
+
+def test_a_run_cut_off_anywhere_goes_on_to_the_same_samples(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling], whole: Run
+) -> None:
+    steps = len(whole.samples) + 2  # two user turns
+    for dies_after in range(steps):
+        path = tmp_path / f"{dies_after}.jsonl"
+        assert Run(path, chat, sampling(), FakeEngine(dies_after)).killed
+        written = path.read_bytes()
+        engine = FakeEngine()
+        resumed = Run(path, chat, sampling(), engine)
+        assert resumed.samples == whole.samples
+        assert path.read_bytes().startswith(written)  # only grows
+        # No answer is asked for again: what was written is not, and a user turn may be.
+        assert len(engine.asked) <= steps - len(written.splitlines())
+
+
+def test_a_run_killed_after_every_step_ends(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling], whole: Run
+) -> None:
+    path = tmp_path / "a.jsonl"
+    for _ in range(len(whole.samples)):
+        run = Run(path, chat, sampling(), FakeEngine(dies_after=2), ahead=1)
+    assert not run.killed
+    assert run.samples == whole.samples
+
+
+def test_the_engine_is_kept_fed_but_not_flooded(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
+) -> None:
+    engine = FakeEngine()
+    Run(tmp_path / "a.jsonl", chat, sampling(), engine, ahead=3)
+    assert engine.most_at_once == 3
+
+
+def test_what_does_not_fit_is_skipped_and_counted(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
+) -> None:
+    room = len(chat.prompt(["One?"])) + 8
+    prompts = [*PROMPTS[:2], Prompt("a/9", "a", ("x" * 100,))]
+    settings = sampling(max_length=room)
+    run = Run(tmp_path / "a.jsonl", chat, settings, FakeEngine(), prompts=prompts)
+    # The first turns fit exactly; a second turn and the long one do not.
+    assert sorted(run.samples) == ["a/0#0/0", "a/1#0/0"]
+    assert run.skipped == 2
+    again = Run(tmp_path / "a.jsonl", chat, settings, FakeEngine(), prompts=prompts)
+    assert (again.samples, again.skipped) == (run.samples, 2)
+    tighter = sampling(max_length=room - 1)
+    assert Run(tmp_path / "b.jsonl", chat, tighter, FakeEngine(), prompts=prompts).skipped == 3
+
+
+def test_an_empty_turn_of_self_is_skipped_and_counted(
+    tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
+) -> None:
+    run = Run(tmp_path / "a.jsonl", chat, sampling(), FakeEngine(silent=True), prompts=PROMPTS[3:])
+    assert not run.samples
+    assert run.skipped == 2
