@@ -2,7 +2,7 @@
 
 import typer
 
-from leadout.cli import convert, env, inspect, serve
+from leadout.cli import check, convert, data, env, inspect, serve, train
 from leadout.version import __version__
 
 app = typer.Typer(
@@ -15,8 +15,11 @@ app = typer.Typer(
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     serve.serve
 )
+app.command("check", cls=check.VerdictCommand)(check.check)
+app.command("data")(data.data)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
+app.command("train", cls=train.TrainCommand)(train.train)
 app.command("env")(env.env)
 
 

@@ -37,7 +37,7 @@ own. Whatever is borrowed is cast to the drafter's precision.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,30 @@ class KeyValue(NamedTuple):
 
     keys: Tensor  # [batch, kv_heads, length, head_dim]
     values: Tensor  # [batch, kv_heads, length, head_dim]
+
+
+class Attend(Protocol):
+    """Attention of a block's queries [batch, heads, queries, head_dim] to context and block."""
+
+    def __call__(
+        self, queries: Tensor, context: KeyValue, own: KeyValue, mask: Tensor | None
+    ) -> Tensor:
+        """[batch, heads, queries, head_dim]"""
+
+
+def attend_to_all(queries: Tensor, context: KeyValue, own: KeyValue, mask: Tensor | None) -> Tensor:
+    """Every query of a row to all keys of the row, as far as the mask allows.
+
+    The mask is boolean [batch, 1, queries, context + queries]; None allows all.
+    """
+    return F.scaled_dot_product_attention(
+        queries,
+        torch.cat([context.keys, own.keys], dim=2),
+        torch.cat([context.values, own.values], dim=2),
+        attn_mask=mask,
+        scale=queries.shape[-1] ** -0.5,
+        enable_gqa=queries.shape[1] != own.keys.shape[1],
+    )
 
 
 class Drafter(nn.Module):
@@ -97,18 +121,18 @@ class Drafter(nn.Module):
         positions: Tensor,
         context: Sequence[KeyValue],
         masks: Sequence[Tensor | None],
+        attend: Attend = attend_to_all,
     ) -> Tensor:
         """Hidden states [batch, queries, H] of block slots, ready for `logits`.
 
         `block_embeddings` is [batch, queries, H] and `positions` [batch, queries]. `context` and
-        `masks` hold one entry per layer. A mask is boolean [batch, 1, queries, context + queries],
-        true where a query may look, context keys first; None lets every query see every key.
-        Several blocks may share a row as long as the masks keep them apart.
+        `masks` hold one entry per layer; a mask is true where a query may look and goes to
+        `attend` as it is. Several blocks may share a row as long as these keep them apart.
         """
         rotation = self._rotation(positions)
         hidden = block_embeddings
         for layer, layer_context, mask in zip(self._layers(), context, masks, strict=True):
-            hidden = layer(hidden, rotation, layer_context, mask)
+            hidden = layer(hidden, rotation, layer_context, mask, attend)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -167,9 +191,15 @@ class DraftLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, context: KeyValue, mask: Tensor | None
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        context: KeyValue,
+        mask: Tensor | None,
+        attend: Attend,
     ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, mask)
+        block = self.input_layernorm(hidden)
+        hidden = hidden + self.self_attn(block, rotation, context, mask, attend)
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
 
@@ -180,7 +210,6 @@ class DraftAttention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.num_heads != config.num_kv_heads
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
@@ -195,18 +224,15 @@ class DraftAttention(nn.Module):
         return KeyValue(rotate(keys, rotation), self._split_heads(self.v_proj(inputs)))
 
     def forward(
-        self, block: Tensor, rotation: Rotation, context: KeyValue, mask: Tensor | None
+        self,
+        block: Tensor,
+        rotation: Rotation,
+        context: KeyValue,
+        mask: Tensor | None,
+        attend: Attend,
     ) -> Tensor:
         queries = rotate(self.q_norm(self._split_heads(self.q_proj(block))), rotation)
-        own = self.key_value(block, rotation)
-        attended = F.scaled_dot_product_attention(
-            queries,  # [batch, heads, queries, head_dim]
-            torch.cat([context.keys, own.keys], dim=2),
-            torch.cat([context.values, own.values], dim=2),
-            attn_mask=mask,
-            scale=self.head_dim**-0.5,
-            enable_gqa=self.grouped,
-        )
+        attended = attend(queries, context, self.key_value(block, rotation), mask)
         result: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return result
 

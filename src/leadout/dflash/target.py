@@ -29,6 +29,13 @@ class TargetStep(NamedTuple):
     states: Tensor  # [batch, length, taps * hidden_size], taps in the order of layer_ids
 
 
+class Observation(NamedTuple):
+    """What training reads of the target for tokens [batch, length]."""
+
+    states: Tensor  # [batch, length, taps * hidden_size], taps in the order of layer_ids
+    final: Tensor  # [batch, length, hidden_size]: what the output head reads
+
+
 class Target:
     """The target and the taps on it; layer id i is the output of layer i."""
 
@@ -95,6 +102,11 @@ class Target:
     ) -> Tensor:
         """As `step`, but only the states: the output head is not computed."""
         return self._run(self._decoder, input_ids, positions, past, attention_mask)[1]
+
+    def observe(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Observation:
+        """The states, and the last one as normed for the head, without computing the head."""
+        output, states = self._run(self._decoder, input_ids, None, None, attention_mask)
+        return Observation(states, output.last_hidden_state)
 
     def _run(
         self,

@@ -133,6 +133,24 @@ def test_states_alone_are_the_same_and_skip_the_head(model: nn.Module) -> None:
 
 
 @torch.no_grad()
+def test_an_observation_ends_with_what_the_head_reads(model: nn.Module) -> None:
+    target = Target(model, [2, 0])
+    calls: list[object] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    mask = torch.ones_like(IDS)
+    mask[1, 5:] = 0  # padding on the right
+    observed = target.observe(IDS, mask)
+    handle.remove()
+    assert not calls
+    alone = target.step(IDS[1:, :5])
+    torch.testing.assert_close(observed.states[1:, :5], alone.states)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    scores = target.head(observed.final[1:, :5])
+    wanted = torch.tanh(scores / cap) * cap if cap else scores
+    torch.testing.assert_close(wanted, alone.logits)
+
+
+@torch.no_grad()
 def test_embedding_is_raw_and_head_is_uncapped(model: nn.Module) -> None:
     target = Target(model, [0])
     assert target.embedding is model.get_input_embeddings().weight

@@ -1,0 +1,100 @@
+"""Short training runs that differ in one setting each, on the same data and for the same steps.
+
+    python scripts/ablate_training.py TARGET DATA_FOLDER RUN_FOLDER --out FILE --steps 150
+
+RUN_FOLDER is that of a finished run on the same data: its states of the target are used again. The
+settings are those of examples/smollm2-drafter.yaml, with fewer sequences a step. Early differences
+are no proof of late ones; they tell what is worth a long run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from leadout.data.manifest import DataFolder
+from leadout.pairing import read_target
+from leadout.provenance import Provenance
+from leadout.train.config import TrainConfig
+from leadout.train.ranks import Ranks
+from leadout.train.run import STATES, WORK, Run, read_corpus, resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
+SEQUENCES = 16
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as shipped": {},
+    "hard labels only": {"distillation": 0.0},
+    "the target's distribution only": {"distillation": 1.0},
+    "AdamW": {"optimizer": "adamw"},
+    "random first weights": {"initial": "random"},
+    "block size 4": {"block_size": 4},
+    "1 layer": {"layers": 1},
+    "3 layers": {"layers": 3},
+    "exponential position weights": {"position_weights": "exponential"},
+    "half the learning rate": {"learning_rate": 0.001},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--only", nargs="*", help="names of variants")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    names = arguments.only or list(VARIANTS)
+    found = json.loads(arguments.out.read_text())["variants"] if arguments.out.exists() else {}
+    for name in track(names, description="variants"):
+        found[name] = train(arguments, VARIANTS[name])
+        result = {
+            "provenance": Provenance.of_this_run().model_dump(),
+            "steps": arguments.steps,
+            "sequences_per_step": SEQUENCES,
+            "variants": found,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def train(arguments: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    short = {"batch_sequences": SEQUENCES, "compile": False, "validate_every": arguments.steps}
+    config = TrainConfig.resolve(SETTINGS, {**short, **changes})
+    vocab_size = read_target(arguments.target).vocab_size
+    data = DataFolder(arguments.data)
+    corpus = read_corpus(data, arguments.target, config, vocab_size)
+    epochs = arguments.steps * SEQUENCES / len(corpus.split.train)
+    config = config.model_copy(update={"epochs": epochs, "save_every": 10**6, "states": "disk"})
+    config = resolve(config, arguments.target, corpus, vocab_size)
+    with tempfile.TemporaryDirectory(dir=arguments.run) as folder:
+        work = Path(folder, WORK)
+        work.mkdir()
+        for name in (STATES, Path(STATES).with_suffix(".marks").name):
+            os.link(arguments.run / WORK / name, work / name)
+        run = Run(arguments.target, corpus, config, Path(folder), Ranks(0, 1, torch.device("cpu")))
+        began = time.process_time()
+        records: list[Any] = []
+        run.train(records.append)
+        seconds = time.process_time() - began
+    overall = records[-1].validation
+    return {
+        "changes": changes,
+        "cpu_seconds": seconds,
+        "acceptance_length": overall.overall.acceptance_length,
+        "by_position": overall.overall.by_position,
+        "by_source": {n: f.acceptance_length for n, f in overall.by_source.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()

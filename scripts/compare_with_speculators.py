@@ -1,0 +1,390 @@
+"""Our trainer against speculators' own: the same samples, steps, layers and blocks, one measure.
+
+    python scripts/compare_with_speculators.py TARGET DATA_FOLDER --out FILE
+
+Needs `pip install speculators==0.9.0`, which does not want the newest of some dependencies; with
+`--no-deps` it takes what is installed. Both trainers keep their own defaults for all that is not
+made equal here. Both drafters start anew, both are judged as they are after the last step.
+
+The peer is run by its own command's `main`, unchanged, with options that it has for machines
+without a GPU: attention by sdpa, eager losses, no loader processes. Two things it does not foresee
+are replaced from outside: see `SpeculatorsOnCpu` and `torch.accelerator.synchronize` below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.progress import track
+from safetensors.torch import save_file
+
+from leadout.checkpoints import load_drafter, write_checkpoint
+from leadout.data.manifest import DataFolder
+from leadout.dflash.target import Observation, Target
+from leadout.pairing import read_target
+from leadout.provenance import Provenance
+from leadout.train.anchors import candidates
+from leadout.train.config import TrainConfig
+from leadout.train.forward import BlockForward
+from leadout.train.log import Record, StepRecord
+from leadout.train.loop import sequences_of_step
+from leadout.train.ranks import Ranks
+from leadout.train.run import STATES, WORK, Corpus, Run, read_corpus, resolve
+from leadout.train.sequences import Split, to_sequence
+from leadout.train.state import load_best
+from leadout.train.states import ComputedStates, Indexed, KeptStates, StateSource
+from leadout.train.validate import accepted_drafts, summarise
+from leadout.version import installed_version
+
+LAYERS = 2
+BLOCK_SIZE = 8
+MASK_TOKEN = 7
+MAX_LENGTH = 384
+ANCHORS = 32  # blocks per sequence and step; the peer draws as many per row of packed sequences
+HELD_OUT = 60
+PRECISION = torch.bfloat16
+# All layers of the peer's drafter slide and are causal within a block unless told otherwise; ours
+# are bidirectional. Both kinds are trained, so that this choice does not decide the comparison.
+PEER_ARMS: dict[str, list[str]] = {
+    "speculators": [],
+    "speculators, bidirectional": ["--full-attention-indices", *map(str, range(LAYERS))],
+}
+
+Arm = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=400, help="samples to train on")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="greedy answers to judge on")
+    parser.add_argument("--work", type=Path, help="a new folder for states and drafters, kept")
+    arguments = parser.parse_args()
+    if arguments.work is not None and arguments.work.exists():
+        parser.error(f"--work {arguments.work}: found it there already, wanted a new folder")
+    with ExitStack() as stack:
+        work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        compare(arguments, work)
+
+
+def compare(arguments: Any, work: Path) -> None:
+    run, seconds_for_states = prepare(arguments, work)
+    result: dict[str, Any] = {
+        "provenance": Provenance.of_this_run().model_dump(),
+        "speculators": installed_version("speculators"),
+        "threads": torch.get_num_threads(),
+        "data_hash": run.corpus.content_hash,
+        "same": same_for_all(run),
+        "minutes_for_states": seconds_for_states / 60,
+        "arms": {},
+    }
+    trainings: dict[str, Callable[[], tuple[Arm, Path]]] = {
+        "leadout": partial(train_ours, run, work / "leadout")
+    }
+    for name, options in PEER_ARMS.items():
+        folder = work / name.replace(", ", "-")
+        trainings[name] = partial(train_peer, run, arguments.target, work, folder, options)
+    for name, train in trainings.items():
+        arm, drafter = train()
+        result["arms"][name] = arm | judge(run, drafter)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"{name:28} acceptance length {result['arms'][name]['acceptance_length']:.3f}")
+
+
+def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
+    """Our run with the chosen samples, and the states of all of them on disk, for both trainers."""
+    wanted = TrainConfig(
+        layers=LAYERS,
+        block_size=BLOCK_SIZE,
+        mask_token_id=MASK_TOKEN,
+        max_length=MAX_LENGTH,
+        anchors=ANCHORS,
+        batch_sequences=arguments.sequences,
+        validation_sequences=arguments.held_out,
+        epochs=arguments.steps * arguments.sequences / arguments.samples,
+        validate_every=arguments.steps,
+        save_every=arguments.steps,
+        states="disk",
+    )
+    vocab_size = read_target(arguments.target).vocab_size
+    corpus = read_corpus(DataFolder(arguments.data), arguments.target, wanted, vocab_size)
+    corpus = replace(corpus, split=fewer(corpus.split, arguments.samples))
+    config = resolve(wanted, arguments.target, corpus, vocab_size)
+    began = time.monotonic()
+    compute_states(arguments.target, corpus, config, work)
+    seconds = time.monotonic() - began
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    return Run(arguments.target, corpus, config, work / "leadout", ranks), seconds
+
+
+def fewer(split: Split, count: int) -> Split:
+    """So many training samples, spread over all of them."""
+    if count > len(split.train):
+        raise SystemExit(f"--samples: found {count}, wanted at most {len(split.train)}; lower it")
+    chosen = [split.train[place * len(split.train) // count] for place in range(count)]
+    return Split(chosen, split.validation)
+
+
+def same_for_all(run: Run) -> dict[str, Any]:
+    config = run.config
+    return {
+        "layers": config.layers,
+        "block_size": config.block_size,
+        "target_layer_ids": list(config.target_layer_ids or ()),
+        "mask_token_id": config.mask_token_id,
+        "max_length": config.max_length,
+        "steps": run.steps,
+        "sequences_per_step": config.batch_sequences,
+        "blocks_per_step": config.batch_sequences * config.anchors,
+        "train_samples": len(run.corpus.split.train),
+        "held_out_samples": len(run.corpus.split.validation),
+    }
+
+
+# The states, computed once.
+
+
+class StatesForBoth:
+    """A pass of the target; what the peer reads of it goes into files on the way.
+
+    The peer's teacher is the last layer's output before the final norm, ours is after it.
+    """
+
+    def __init__(
+        self, target: Path, layer_ids: tuple[int, ...], rows: dict[int, int], folder: Path
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=PRECISION)
+        last = model.config.get_text_config().num_hidden_layers - 1
+        every = layer_ids if last in layer_ids else (*layer_ids, last)
+        self._computed = ComputedStates(lambda: Target(model.eval().requires_grad_(False), every))
+        self._width = len(layer_ids)
+        self._rows = rows  # of a sample in the peer's dataset
+        self._folder = folder
+        folder.mkdir(parents=True)
+
+    def observe(self, sequences: Sequence[Indexed]) -> Observation:
+        observed = self._computed.observe(sequences)
+        hidden_size = observed.final.shape[-1]
+        taps = observed.states[..., : self._width * hidden_size]
+        last = observed.states[..., -hidden_size:]
+        for place, (index, sequence) in enumerate(sequences):
+            if index in self._rows:
+                both = torch.cat([taps[place], last[place]], dim=-1)[: len(sequence)]
+                save_file(
+                    {
+                        "hidden_states": both.view(len(sequence), -1, hidden_size),
+                        "token_ids": sequence.tokens,
+                    },
+                    self._folder / f"hs_{self._rows[index]}.safetensors",
+                )
+        return Observation(taps, observed.final)
+
+
+def compute_states(target: Path, corpus: Corpus, config: TrainConfig, work: Path) -> None:
+    """Fill the file that our run reads, and the dataset that the peer reads."""
+    from datasets import Dataset
+
+    everything = [*corpus.split.train, *corpus.split.validation]
+    # Its loader insists on a row to validate on, which is then left alone.
+    rows = {index: row for row, index in enumerate(everything[: len(corpus.split.train) + 1])}
+    sequences = {i: to_sequence(corpus.samples[i], config.max_length) for i in everything}
+    table = [sequences[index] for index in rows]
+    dataset = Dataset.from_dict(
+        {
+            "input_ids": [s.tokens.tolist() for s in table],
+            "loss_mask": [[int(p >= s.prompt_length) for p in range(len(s))] for s in table],
+            "seq_len": [len(s) for s in table],
+        }
+    )
+    dataset.set_format(type="torch")
+    dataset.save_to_disk(work / "peer-data")
+    layer_ids = config.target_layer_ids or ()
+    source = StatesForBoth(target, layer_ids, rows, work / "peer-data" / "hidden_states")
+    kept: StateSource = KeptStates(
+        work / "leadout" / WORK / STATES,
+        source,
+        corpus.lengths,
+        taps=len(layer_ids),
+        hidden_size=read_target(target).hidden_size,
+        dtype=PRECISION,
+    )
+    for index in track(everything, description="states"):
+        kept.observe([(index, sequences[index])])
+
+
+# The two trainers.
+
+
+def clocks() -> torch.Tensor:
+    """Seconds on the wall and of processor time, which others on the machine do not lengthen."""
+    return torch.tensor([time.monotonic(), time.process_time()], dtype=torch.float64)
+
+
+def minutes(spent: torch.Tensor) -> Arm:
+    wall, processor = (spent / 60).tolist()
+    return {"minutes": wall, "processor_minutes": processor}
+
+
+def train_ours(run: Run, folder: Path) -> tuple[Arm, Path]:
+    steps: list[StepRecord] = []
+    began = spent = clocks()
+
+    def listen(record: Record) -> None:
+        nonlocal spent
+        if isinstance(record, StepRecord):  # the only validation comes after the last step
+            steps.append(record)
+            spent = clocks()
+
+    numbers = run.train(listen)
+    weights = {name: tensor.to(PRECISION) for name, tensor in load_best(run.folder).items()}
+    write_checkpoint(folder / "drafter", weights, run.drafter_config, "zlab")
+    seen = [
+        run.fetch(index)[1]
+        for step in range(numbers.step)
+        for index in sequences_of_step(run.corpus.split.train, step, run.config)
+    ]
+    blocks = (min(run.config.anchors, len(candidates(s.prompt_length, len(s)))) for s in seen)
+    arm = {
+        "settings": run.config.model_dump(mode="json"),
+        "steps": numbers.step,
+        "sequences": len(seen),
+        "blocks": sum(blocks),
+        **minutes(spent - began),
+        "first_loss": steps[0].loss,
+        "last_loss": steps[-1].loss,
+    }
+    return arm, folder / "drafter"
+
+
+def train_peer(
+    run: Run, target: Path, work: Path, folder: Path, options: Sequence[str]
+) -> tuple[Arm, Path]:
+    from speculators.train import cli
+    from speculators.train.config import TrainConfig as PeerConfig
+
+    samples, config = len(run.corpus.split.train), run.config
+    tokens = sum(run.corpus.lengths[index] for index in run.corpus.split.train) / samples
+    settings = [
+        *("--speculator-type", "dflash", "--num-layers", config.layers),
+        *("--block-size", config.block_size, "--mask-token-id", config.mask_token_id),
+        *("--target-layer-ids", *(i + 1 for i in config.target_layer_ids or ())),
+        # Rows are packed to a length: with half a sequence more, they hold so many on average.
+        *("--total-seq-len", round((config.batch_sequences + 0.5) * tokens)),
+        *("--max-anchors", config.batch_sequences * config.anchors, "--max-steps", run.steps),
+        *("--draft-attn-impl", "sdpa", "--loss-implementation", "eager", "--num-workers", 0),
+        *(
+            "--log-freq",
+            10,
+            "--on-missing",
+            "raise",
+            "--train-data-ratio",
+            (samples + 0.5) / (samples + 1),
+        ),
+        *options,
+    ]
+    words = [str(word) for word in settings]
+    places = ["--data-path", str(work / "peer-data"), "--save-path", str(folder)]
+    trainer = speculators_on_cpu()
+    with (
+        mock.patch.object(cli, "Trainer", trainer),
+        # Called before each time stamp; without an accelerator it raises.
+        mock.patch.object(torch.accelerator, "synchronize"),
+    ):
+        cli.main(PeerConfig.resolve(["--verifier-name-or-path", str(target), *places, *words]))
+    seen = trainer.seen
+    arm = {
+        "settings": " ".join(words),
+        "steps": len(seen.losses),
+        "sequences": seen.sequences,
+        "blocks": seen.blocks,
+        **minutes(seen.spent),
+        "first_loss": seen.losses[0],
+        "last_loss": seen.losses[-1],
+    }
+    last = max(
+        (path for path in folder.iterdir() if path.name.isdigit()), key=lambda p: int(p.name)
+    )
+    return arm, last
+
+
+class Seen:
+    """What the peer's trainer did."""
+
+    def __init__(self) -> None:
+        self.spent = torch.zeros(2, dtype=torch.float64)
+        self.sequences = 0
+        self.blocks = 0
+        self.losses: list[float] = []
+
+    def after_forward(self, _model: Any, _inputs: Any, batch: dict[str, Any], output: Any) -> None:
+        self.sequences += int(batch["document_ids"].max()) + 1
+        self.blocks += int(output[2]["eal_total"])
+        self.losses.append(output[1].item())
+
+
+def speculators_on_cpu() -> Any:
+    """The peer's trainer class on a machine without an accelerator, watched.
+
+    By itself it moves everything to device 0 and casts as on CUDA. It has no way to say how many
+    passes over the data make so many steps: after its last step, each further pass adds one.
+    """
+    from speculators.train.trainer import Trainer
+
+    class SpeculatorsOnCpu(Trainer):
+        seen = Seen()
+
+        def __init__(self, model: Any, config: Any, train_loader: Any, _validation: Any) -> None:
+            sampler, steps, epochs = train_loader.batch_sampler, 0, 0
+            while steps < config.max_steps:
+                sampler.set_epoch(epochs)
+                steps, epochs = steps + len(sampler), epochs + 1
+            super().__init__(model, config._replace(num_epochs=epochs), train_loader, None)
+            model.register_forward_hook(self.seen.after_forward, with_kwargs=True)
+
+        def setup_trainer(self) -> None:
+            self.local_rank = torch.device("cpu")  # type: ignore[assignment]
+            self.device_type = "cpu"
+            super().setup_trainer()  # type: ignore[no-untyped-call]
+
+        def train_epoch(self, *arguments: Any, **named: Any) -> None:
+            began = clocks()
+            super().train_epoch(*arguments, **named)
+            self.seen.spent += clocks() - began
+
+    return SpeculatorsOnCpu
+
+
+def judge(run: Run, drafter: Path) -> Arm:
+    """Our validation of a checkpoint on the held-out answers."""
+    forward = BlockForward(load_drafter(drafter, PRECISION), run.borrowed.embedding)
+    held_out = [run.fetch(index) for index in run.corpus.split.validation]
+    drafts = accepted_drafts(forward, run.borrowed, run.source, held_out, BLOCK_SIZE)
+    found = summarise(drafts, BLOCK_SIZE)
+    return {
+        "acceptance_length": found.overall.acceptance_length,
+        "by_source": {name: each.acceptance_length for name, each in found.by_source.items()},
+        "every_position": found.overall.every_position,
+        "by_position": found.overall.by_position,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Acceptance length of a drafter on prompt sets: served by vLLM, and predicted for the same texts.
+
+    python scripts/measure_acceptance.py TARGET DRAFTER PROMPTS.jsonl ... --out FILE
+
+Greedy, K = B-1, the first turn of each prompt through the target's chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from leadout.checkpoints import load_drafter
+from leadout.data.chat import Chat
+from leadout.data.prompts import read_prompts, source_name
+from leadout.dflash.target import Target
+from leadout.engine.generate import Ask, TextEngine
+from leadout.provenance import Provenance
+from leadout.train.borrowed import TargetFiles, borrow
+from leadout.train.forward import BlockForward
+from leadout.train.sequences import TrainingSequence
+from leadout.train.states import ComputedStates
+from leadout.train.validate import accepted_drafts, summarise
+
+DRAFTS = "vllm:spec_decode_num_drafts"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+MAX_LENGTH = 2048
+PRECISION = torch.bfloat16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("prompts", nargs="+")
+    parser.add_argument("--count", type=int, default=40, help="prompts of each set")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    served = serve(arguments)
+    predicted = predict(arguments, served)
+    for name, found in served.items():
+        del found["texts"]
+        found.update(predicted[name])
+        found["difference"] = abs(found["predicted"] / found["served"] - 1)
+    result = {"provenance": Provenance.of_this_run().model_dump(), "sets": served}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    for name, found in served.items():
+        print(f"{name:12} served {found['served']:.3f}  predicted {found['predicted']:.3f}")
+
+
+def serve(arguments: Any) -> dict[str, dict[str, Any]]:
+    chat = Chat(arguments.target)
+    count = load_drafter(arguments.drafter).config.max_draft_tokens
+    speculation = {
+        "method": "dflash",
+        "model": str(arguments.drafter),
+        "num_speculative_tokens": count,
+    }
+    engine = TextEngine(
+        str(arguments.target),
+        max_length=MAX_LENGTH,
+        max_requests=16,
+        dtype="bfloat16",
+        speculation=speculation,
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for source in track(arguments.prompts, description="served"):
+        name = source_name(source)
+        tokens = [chat.prompt(prompt.turns[:1]) for prompt in spread(source, arguments.count)]
+        tokens = [prompt for prompt in tokens if len(prompt) + arguments.tokens <= MAX_LENGTH]
+        before = numbers(engine)
+        asks = [Ask(f"{name}/{i}", prompt, arguments.tokens) for i, prompt in enumerate(tokens)]
+        answers = engine.answer_all(asks)
+        steps, accepted, *places = (
+            now - then for now, then in zip(numbers(engine), before, strict=True)
+        )
+        found[name] = {
+            "prompts": len(tokens),
+            "tokens": sum(len(answer.tokens) for answer in answers),
+            "served": 1 + accepted / steps,
+            "served_by_position": [place / steps for place in places],
+            "texts": [(p, answer.tokens) for p, answer in zip(tokens, answers, strict=True)],
+        }
+    return found
+
+
+def spread(source: str, count: int) -> list[Any]:
+    """So many prompts, from the whole of the set: some are ordered by kind."""
+    prompts = read_prompts([source])
+    return [prompts[len(prompts) * i // count] for i in range(min(count, len(prompts)))]
+
+
+def numbers(engine: TextEngine) -> list[int]:
+    counters = engine.counters()
+    return [counters[DRAFTS], counters[ACCEPTED], *counters[BY_POSITION]]
+
+
+def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    drafter = load_drafter(arguments.drafter, PRECISION)
+    config = drafter.config
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=PRECISION).eval()
+    borrowed = borrow(TargetFiles(arguments.target), PRECISION, torch.device("cpu"))
+    source = ComputedStates(lambda: Target(model, config.target_layer_ids))
+    forward = BlockForward(drafter, borrowed.embedding)
+    found = {}
+    for name, each in track(served.items(), description="predicted"):
+        sequences = [
+            TrainingSequence(f"{name}/{i}", name, torch.tensor([*prompt, *answer]), len(prompt))
+            for i, (prompt, answer) in enumerate(each["texts"])
+        ]
+        numbered = list(enumerate(sequences))
+        drafts = accepted_drafts(forward, borrowed, source, numbered, config.block_size)
+        overall = summarise(drafts, config.block_size).overall
+        found[name] = {
+            "predicted": overall.acceptance_length,
+            "predicted_by_position": overall.by_position,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Peak resident memory of training with ten times the data, with states computed and on disk.
+
+Each run is a process of its own that passes once over all of its data. Its peak is what Linux
+says of it at its end:
+
+    python scripts/measure_train_memory.py --out results/train/memory.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+SAMPLES = 300
+TIMES = 10
+ANSWER = 96
+MOST_GROWTH = 0.10
+SOURCES = ("compute", "disk")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=4, help="of the processes that are measured")
+    arguments = parser.parse_args()
+    if arguments.one:
+        train_once(*arguments.one)
+        return
+    from leadout.provenance import Provenance
+
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder)
+        for source in SOURCES:
+            small, large = (measure(folder, f"data-{n}", source) for n in (1, TIMES))
+            growth = large["peak_mib"] / small["peak_mib"] - 1
+            found[source] = {"small": small, "large": large, "growth": growth}
+            print(source, found[source], flush=True)
+    result = {
+        "provenance": Provenance.of_this_run().model_dump(),
+        "times": TIMES,
+        "most_growth": MOST_GROWTH,
+        "states": found,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(0 if all(each["growth"] < MOST_GROWTH for each in found.values()) else 1)
+
+
+def write_inputs(folder: Path) -> None:
+    """The tiny target, and answers made of random tokens: what they say costs no memory."""
+    from leadout.data.shards import Sample
+    from support.tiny_chat import write_tiny_chat_target
+    from support.tiny_data import write_data
+
+    target = write_tiny_chat_target(folder / "target")
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(250) for _ in range(count)]
+
+    for times in (1, TIMES):
+        samples = [
+            Sample(
+                id=f"asked/{number}#0/0",
+                source="asked",
+                prompt=tokens(12),
+                response=tokens(ANSWER),
+                temperature=0.0,
+            )
+            for number in range(times * SAMPLES)
+        ]
+        write_data(folder / f"data-{times}", target, samples)
+
+
+def measure(folder: Path, data: str, source: str) -> dict[str, float]:
+    out = folder / f"{data}-{source}"
+    words = [sys.executable, __file__, "--one", folder / "target", folder / data, out, source]
+    # Else the number of arenas, and with it the peak, follows the threads' luck.
+    quiet = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise RuntimeError(ended.stderr[-3000:])
+    result: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return result
+
+
+def train_once(target: str, data: str, out: str, source: str) -> None:
+    """One pass over all samples, and a validation."""
+    import torch
+
+    from leadout.data.manifest import DataFolder
+    from leadout.train.config import TrainConfig
+    from leadout.train.ranks import Ranks
+    from leadout.train.run import STATES, Run, read_corpus, resolve
+    from support.models import TINY_VOCAB
+
+    config = TrainConfig.model_validate(
+        {
+            "layers": 1,
+            "block_size": 5,
+            "anchors": 16,
+            "batch_sequences": 16,
+            "max_length": 128,
+            "micro_tokens": 2048,
+            "epochs": 1.0,
+            "validation_sequences": 8,
+            "validate_every": 10**6,
+            "save_every": 10,
+            "precision": "float32",
+            "states": source,
+            "mask_token_id": 319,
+        }
+    )
+    corpus = read_corpus(DataFolder(Path(data)), Path(target), config, TINY_VOCAB)
+    resolved = resolve(config, Path(target), corpus, TINY_VOCAB)
+    run = Run(Path(target), corpus, resolved, Path(out), Ranks(0, 1, torch.device("cpu")))
+    numbers = run.train(lambda _: None)
+    on_disk = run.folder / STATES
+    result = {
+        "samples": len(corpus.samples),
+        "steps": numbers.step,
+        "states_mib": round(on_disk.stat().st_size / 2**20, 1) if on_disk.exists() else 0.0,
+        "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1),
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

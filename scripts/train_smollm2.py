@@ -1,0 +1,141 @@
+"""The drafter in drafters/: data by the target, training on two cores, proof in vLLM.
+
+    python scripts/train_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
+
+Every stage continues where an earlier call was cut off. The evaluation sets are only measured on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from leadout.data.manifest import DataFolder
+from leadout.provenance import Provenance
+from leadout.train.log import read_log
+from leadout.train.report import curves_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
+SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
+RESULT = ROOT / "results" / "train" / "smollm2.json"
+TRAINING_SETS = ("gsm8k_train", "mbpp_train", "code_train", "chat_train")
+EVALUATION_SETS = ("gsm8k", "humaneval", "mt_bench", "math500", "mbpp", "alpaca", "spec_bench")
+PROCESSES = 2
+SAMPLES = 5013
+# One thread each: on two cores, threads that wait for each other cost more than they bring.
+ALONE = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("work", type=Path)
+    arguments = parser.parse_args()
+    make_data(arguments.target, arguments.prompts, arguments.work / "data")
+    train(arguments.target, arguments.work)
+    drafter = arguments.work / "train" / "drafter"
+    measured = arguments.work / "acceptance.json"
+    sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
+    script = ROOT / "scripts" / "measure_acceptance.py"
+    run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
+    shutil.rmtree(SHIPPED, ignore_errors=True)
+    shutil.copytree(drafter, SHIPPED)
+    write_result(arguments.work, json.loads(measured.read_text())["sets"])
+
+
+def make_data(target: Path, prompts: Path, out: Path) -> None:
+    sources = [str(prompts / f"{name}.jsonl") for name in TRAINING_SETS]
+    asked = [word for source in [*sources, "self:1200"] for word in ("--prompts", source)]
+    how = ["--limit", "1600", "--greedy-share", "0.75", "--max-new-tokens", "256"]
+    running = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "leadout", "data", str(target), *asked, *how),
+                *("--max-length", "1024", "--shard", f"{part}/{PROCESSES}", "--resume"),
+                *("--out", str(out)),
+            ],
+            env={**os.environ, **ALONE},
+        )
+        for part in range(1, PROCESSES + 1)
+    ]
+    # The prompts are mixed, so that any part of them is a fair sample.
+    while any(process.poll() is None for process in running):
+        time.sleep(1)
+        if count_samples(out) >= SAMPLES:
+            for process in running:
+                process.terminate()
+    if count_samples(out) < SAMPLES:
+        sys.exit("leadout data failed, see above")
+
+
+def count_samples(data: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in data.glob("samples-*.jsonl"))
+
+
+def train(target: Path, work: Path) -> None:
+    out = work / "train"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    flags = ("--data", work / "data", "--out", out, "--config", SETTINGS)
+    resume = ["--resume"] if (out / "training.yaml").exists() else []
+    ranks = ("--nproc-per-node", PROCESSES)
+    run([*torchrun, *ranks, "-m", "leadout", "train", target, *flags, *resume])
+
+
+def run(command: list[object]) -> None:
+    words = [str(word) for word in command]
+    if subprocess.run(words, env={**os.environ, **ALONE}).returncode:
+        sys.exit(f"failed: {' '.join(words)}")
+
+
+def write_result(work: Path, acceptance: dict[str, dict[str, object]]) -> None:
+    curves = curves_of(read_log(work / "train" / "run"))
+    data = DataFolder(work / "data")
+    report = json.loads((work / "train" / "drafter" / "training.json").read_text())
+    result = {
+        "provenance": Provenance.of_this_run().model_dump(),
+        "data_samples": sum(c.samples for m in data.manifests for c in m.counts.values()),
+        "data_response_tokens": data.response_tokens,
+        "data_by_source": {
+            name: sum(m.counts[name].response_tokens for m in data.manifests if name in m.counts)
+            for name in sorted({name for m in data.manifests for name in m.counts})
+        },
+        "training_minutes": report["minutes"],
+        "settings": report["config"],
+        "served_acceptance_length": {name: each["served"] for name, each in acceptance.items()},
+        "acceptance": acceptance,
+        "held_out_curve": [
+            {
+                "step": record.step,
+                "minutes": record.seconds / 60,
+                "acceptance_length": record.validation.overall.acceptance_length,
+                "by_source": {
+                    name: found.acceptance_length
+                    for name, found in record.validation.by_source.items()
+                },
+            }
+            for record in curves.validations
+        ],
+        "loss_curve": [
+            {"step": r.step, "minutes": r.seconds / 60, "loss": r.loss} for r in curves.steps[::20]
+        ],
+    }
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`leadout train`: a drafter for a target, from the target's own answers.
+
+Every field of the training config is a flag; they are added to the command's own below.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from leadout.cli.fields import CommandWithFields, settings_of
+
+
+class TrainCommand(CommandWithFields):
+    model = "leadout.train.config:TrainConfig"
+
+
+def train(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(help="Folder or hub name of the target.")],
+    data: Annotated[Path, typer.Option(help="Folder that `leadout data` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for the run and the drafter.")],
+    config: Annotated[
+        Path | None, typer.Option(help="Yaml file of settings; flags come before it.")
+    ] = None,
+    to: Annotated[
+        Literal["zlab", "speculators"], typer.Option("--format", help="Format of the drafter.")
+    ] = "zlab",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run cut short.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Tell tokens, memory, disk and time; train nothing.")
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a drafter and prove its acceptance in vLLM.
+
+    For several processes or machines, start it with torchrun: torchrun --nproc-per-node 8 -m
+    leadout train ...
+    """
+    from leadout.cli import needs
+
+    needs.require("train")
+
+    from leadout.checkpoints import CheckpointError
+    from leadout.data.shards import ShardError
+    from leadout.dflash.config import InvalidDrafterError
+    from leadout.dflash.target import UnsupportedTargetError
+    from leadout.engine.decode import DecodeError
+    from leadout.engine.folders import ModelNotFoundError
+    from leadout.train.borrowed import MissingTensorError
+    from leadout.train.command import (
+        RESOLVED,
+        Command,
+        NothingToResumeError,
+        RunExistsError,
+        carry_out,
+    )
+    from leadout.train.config import InvalidTrainConfigError, TrainConfig
+    from leadout.train.initial import NoMaskTokenError
+    from leadout.train.run import UnfitDataError
+    from leadout.train.served import ServedDiffersError
+
+    if resume and config is None and (out / RESOLVED).exists():
+        config = out / RESOLVED  # a continued run has its settings already
+    try:
+        resolved = TrainConfig.resolve(config, settings_of(context))
+        report = carry_out(Command(target, data, out, resolved, to, resume, plan, tensorboard))
+    except (
+        CheckpointError,
+        InvalidDrafterError,
+        InvalidTrainConfigError,
+        MissingTensorError,
+        ModelNotFoundError,
+        NoMaskTokenError,
+        NothingToResumeError,
+        RunExistsError,
+        ShardError,
+        UnfitDataError,
+        UnsupportedTargetError,
+    ) as problem:
+        typer.echo(f"error: {problem}", err=True)
+        raise typer.Exit(2) from None
+    except (DecodeError, FloatingPointError, ServedDiffersError) as problem:
+        typer.echo(f"leadout train: {problem}", err=True)
+        raise typer.Exit(1) from None
+    if report is not None:  # only the leading rank speaks
+        typer.echo(report.model_dump_json(indent=2) if as_json else report.text())

@@ -1,0 +1,92 @@
+"""What is written beside a drafter's weights: its model card, settings, record and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from leadout.checkpoints.store import replacing
+from leadout.data.manifest import DataFolder
+from leadout.train.log import Record
+from leadout.train.report import Curves, TrainReport, curves_of
+
+CARD = "README.md"
+SETTINGS = "training.yaml"
+RECORD = "training.json"
+CURVES = "curves.svg"
+
+
+def write_companions(
+    folder: Path, report: TrainReport, data: DataFolder, records: Sequence[Record]
+) -> None:
+    report.config.write(folder / SETTINGS)
+    _write(folder / RECORD, report.model_dump_json(indent=2) + "\n")
+    drawn = draw_curves(folder / CURVES, curves_of(records))
+    _write(folder / CARD, model_card(report, data, drawn))
+
+
+def model_card(report: TrainReport, data: DataFolder, with_curves: bool) -> str:
+    """For people: what it is, how good it is, what it was made from, how to run it."""
+    config, job = report.config, data.job
+    rows = "\n".join(
+        f"| {name} | {found.acceptance_length:.2f} | "
+        f"{' '.join(f'{share:.2f}' for share in found.by_position)} |"
+        for name, found in report.validation.by_source.items()
+    )
+    greedy = f"{job.sampling.greedy_share:.0%} greedy, the rest at {job.sampling.temperature}"
+    picture = f"\n![Loss and acceptance over training]({CURVES})\n" if with_curves else ""
+    return f"""---
+library_name: leadout
+tags: [dflash, speculative-decoding]
+---
+# DFlash drafter for {report.target}
+
+{config.layers} layers, block size {config.block_size} (K up to {config.block_size - 1}), taps at
+layers {", ".join(str(i) for i in config.target_layer_ids or ())}. Output is the target's own;
+the drafter decides only how fast it comes.
+
+    leadout serve {report.target} --draft PATH_OF_THIS_FOLDER
+
+Acceptance length is the mean number of tokens per step of the target, greedy.
+
+| held-out prompts | acceptance length | drafts that stood, by position |
+| --- | --- | --- |
+{rows}
+
+Served by vLLM over {report.served.prompts} of these prompts: {report.served.served:.2f}; predicted
+for the same texts: {report.served.predicted:.2f}.
+{picture}
+Trained for {report.minutes:.0f} minutes ({report.steps} steps, best at {report.best_step}) on
+{report.response_tokens:,} tokens of the target's own answers ({greedy}) to prompts of
+{", ".join(job.sources)}. Data hash `{report.data_hash[:16]}`, target fingerprint
+`{job.target_fingerprint[:16]}`. All settings are in `{SETTINGS}`, all numbers in `{RECORD}`.
+"""
+
+
+def draw_curves(path: Path, curves: Curves) -> bool:
+    """Loss and acceptance over time; not drawn where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    loss, acceptance = figure.subplots(1, 2)
+    loss.plot([r.seconds / 60 for r in curves.steps], [r.loss for r in curves.steps], lw=0.8)
+    loss.set(xlabel="minutes", ylabel="loss")
+    minutes = [r.seconds / 60 for r in curves.validations]
+    sources = sorted({s for r in curves.validations for s in r.validation.by_source})
+    for source in sources:
+        found = [r.validation.by_source[source].acceptance_length for r in curves.validations]
+        acceptance.plot(minutes, found, label=source, lw=1)
+    overall = [r.validation.overall.acceptance_length for r in curves.validations]
+    acceptance.plot(minutes, overall, label="all", lw=2, color="black")
+    acceptance.set(xlabel="minutes", ylabel="held-out acceptance length")
+    acceptance.legend(fontsize="small")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    return True
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

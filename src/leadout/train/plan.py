@@ -1,0 +1,125 @@
+"""What a run will take, before it runs: sizes counted, time measured on a few real steps."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+from pydantic import BaseModel, ConfigDict
+
+from leadout.data.manifest import DataFolder
+from leadout.train.loop import sequences_of_step
+from leadout.train.optimizer import make_optimizers
+from leadout.train.run import Run
+
+TIMED_STEPS = 2
+# Held-out acceptance length of a drafter for SmolLM2-135M-Instruct (2 layers, B = 8) by training
+# blocks seen; results/train/smollm2.json has the whole curve.
+MEASURED: tuple[tuple[float, float], ...] = ()
+MEASURED_ON = "SmolLM2-135M-Instruct, results/train/smollm2.json"
+
+
+class Plan(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    samples: int
+    response_tokens: int
+    steps: int
+    blocks: int
+    trained_parameters: int
+    seconds_per_step: float
+    seconds_for_states: float
+    seconds_per_validation: float
+    minutes: float
+    peak_memory_gib: float
+    states_on_disk_gib: float
+    checkpoint_gib: float
+    expected_acceptance_length: float | None
+    expectation_from: str
+
+    def text(self) -> str:
+        expected = self.expected_acceptance_length
+        guess = "unknown" if expected is None else f"about {expected:.1f}"
+        return "\n".join(
+            [
+                f"data      {self.samples:,} samples, {self.response_tokens:,} response tokens",
+                f"training  {self.steps:,} steps, {self.blocks:,} blocks, "
+                f"{self.trained_parameters:,} weights",
+                f"time      {self.minutes:.0f} minutes: {self.seconds_per_step:.2f} s a step, "
+                f"{self.seconds_for_states / 60:.0f} minutes for the target's states, "
+                f"{self.seconds_per_validation:.0f} s a validation",
+                f"memory    {self.peak_memory_gib:.1f} GiB at the peak of {TIMED_STEPS} steps",
+                f"disk      {self.states_on_disk_gib:.1f} GiB of states, "
+                f"{self.checkpoint_gib:.2f} GiB of checkpoints",
+                f"expect    an acceptance length of {guess} ({self.expectation_from})",
+            ]
+        )
+
+
+def make_plan(run: Run, data: DataFolder) -> Plan:
+    """Time some steps of a run that is thrown away after them."""
+    config, steps = run.config, run.steps
+    held_out = run.corpus.split.validation
+    run.judge(held_out[:1])  # loads the target
+    batch = [run.fetch(i) for i in sequences_of_step(run.corpus.split.train, 0, config)]
+    tokens = sum(len(sequence) for _, sequence in batch)
+    states_seconds = _seconds_of(lambda: [run.source.observe([item]) for item in batch])
+    judging = _seconds_of(lambda: run.judge(held_out[:1])) * len(held_out)
+    validations = math.ceil(steps / config.validate_every)
+    optimizers = make_optimizers(run.weights.masters, config)
+
+    def step() -> None:
+        run.weights.clear_gradients()
+        run.gradient.accumulate(batch, 0, float(len(batch) * config.anchors))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    seconds = min(_seconds_of(step) for _ in range(TIMED_STEPS))
+    on_disk = config.states == "disk"
+    all_tokens = sum(run.corpus.lengths)
+    per_token = states_seconds / tokens
+    for_states = all_tokens * per_token if on_disk else steps * states_seconds
+    weights = sum(p.numel() for p in run.drafter.parameters())
+    width = (len(run.drafter_config.target_layer_ids) + 1) * run.drafter_config.context_size
+    blocks = steps * config.batch_sequences * config.anchors
+    ranks = run.ranks.count
+    return Plan(
+        samples=len(run.corpus.samples),
+        response_tokens=data.response_tokens,
+        steps=steps,
+        blocks=blocks,
+        trained_parameters=weights,
+        seconds_per_step=seconds / ranks,
+        seconds_for_states=for_states / ranks,
+        seconds_per_validation=judging / ranks,
+        minutes=(steps * seconds + for_states + validations * judging) / ranks / 60,
+        peak_memory_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        states_on_disk_gib=all_tokens * width * 2 / 2**30 if on_disk else 0.0,
+        checkpoint_gib=weights * 4 * 4 / 2**30,
+        expected_acceptance_length=expected_acceptance(blocks),
+        expectation_from=f"measured with as many blocks on {MEASURED_ON}; another target and more "
+        "varied traffic differ",
+    )
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def expected_acceptance(blocks: float) -> float | None:
+    """Between measured points, straight in the logarithm of the blocks; the ends outside them."""
+    if not MEASURED:
+        return None
+    points = sorted(MEASURED)
+    if blocks <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if blocks <= x1:
+            share = math.log(blocks / x0) / math.log(x1 / x0)
+            return y0 + share * (y1 - y0)
+    return points[-1][1]

@@ -1,0 +1,114 @@
+"""The truth about a drafter: a short real decode in vLLM beside what validation predicts for it.
+
+The prediction is made for the very texts that the engine wrote, so both count the same steps and
+differ only where the engine and the training code do not compute the same drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from leadout.checkpoints import load_drafter
+from leadout.dflash.target import Target
+from leadout.engine.decode import DecodeRequest, decode_apart
+from leadout.train.borrowed import TargetFiles, borrow
+from leadout.train.forward import BlockForward
+from leadout.train.sequences import TrainingSequence
+from leadout.train.states import ComputedStates
+from leadout.train.validate import accepted_drafts, along_decoding, summarise
+
+LARGEST_DIFFERENCE = 0.05
+
+
+class ServedDiffersError(RuntimeError):
+    """The engine accepts another number of drafts than validation says."""
+
+
+class ServedAcceptance(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompts: int
+    max_tokens: int
+    draft_tokens: int
+    served: float  # acceptance length by vLLM's counters
+    served_by_position: list[float]
+    served_steps: int
+    predicted: float  # by validation, along the same texts
+    predicted_steps: int
+
+    @property
+    def difference(self) -> float:
+        return abs(self.predicted - self.served) / self.served
+
+
+def compare_with_served(
+    target: Path,
+    drafter: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    max_length: int,
+    precision: torch.dtype,
+) -> ServedAcceptance:
+    """Decode greedily in vLLM with all drafts of the block, then predict for the same texts."""
+    model = load_drafter(drafter, precision)
+    size = model.config.block_size
+    request = DecodeRequest(
+        target=str(target),
+        drafter=str(drafter),
+        draft_tokens=size - 1,
+        prompts=[list(prompt) for prompt in prompts],
+        max_tokens=max_tokens,
+        max_length=max_length,
+        dtype=str(precision).removeprefix("torch."),
+    )
+    served = decode_apart(request)
+    sequences = [
+        TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
+        for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))
+    ]
+    borrowed = borrow(TargetFiles(target), precision, torch.device("cpu"))
+    drafts = accepted_drafts(
+        BlockForward(model, borrowed.embedding),
+        borrowed,
+        ComputedStates(lambda: _load(target, model.config.target_layer_ids, precision)),
+        list(enumerate(sequences)),
+        size,
+    )
+    return ServedAcceptance(
+        prompts=len(prompts),
+        max_tokens=max_tokens,
+        draft_tokens=size - 1,
+        served=served.acceptance_length,
+        served_by_position=[n / max(served.steps, 1) for n in served.accepted_by_position],
+        served_steps=served.steps,
+        predicted=summarise(drafts, size).overall.acceptance_length,
+        predicted_steps=sum(len(along_decoding(each.counts)) for each in drafts),
+    )
+
+
+def require_agreement(acceptance: ServedAcceptance, drafter: Path) -> None:
+    if acceptance.served_steps == 0:
+        raise ServedDiffersError(
+            f"{drafter}: vLLM decoded {acceptance.prompts} prompts without one drafted step, "
+            "wanted drafts in every step; do not deploy this drafter before the cause is found"
+        )
+    if acceptance.difference > LARGEST_DIFFERENCE:
+        raise ServedDiffersError(
+            f"{drafter}: vLLM serves an acceptance length of {acceptance.served:.3f}, validation "
+            f"on the same texts says {acceptance.predicted:.3f}: {acceptance.difference:.1%} "
+            f"apart, wanted at most {LARGEST_DIFFERENCE:.0%}. Engine and training do not compute "
+            "the same drafts; do not deploy this drafter before the cause is found"
+        )
+
+
+def _load(target: Path, layer_ids: Sequence[int], precision: torch.dtype) -> Target:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=precision)
+    return Target(model.eval(), layer_ids)

@@ -1,0 +1,98 @@
+"""Every setting of a training run is a flag of `leadout train`, and nothing is there twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from leadout.cli.app import app
+from leadout.train.config import TrainConfig
+
+REQUIRED = ["train", "some/target", "--data", "d", "--out", "o"]
+
+
+def flags() -> dict[str, Any]:
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    context = typer.Context(command)
+    return {option: each for each in command.get_params(context) for option in each.opts}
+
+
+def test_every_setting_is_a_flag_with_its_help() -> None:
+    for name, field in TrainConfig.model_fields.items():
+        flag = flags()[f"--{name.replace('_', '-')}"]
+        assert flag.default is None, name  # the default is the model's
+        assert flag.help.startswith(field.description), name
+        if field.default is not None:
+            assert f"({field.default})" in flag.help
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the command would have been carried out with."""
+    commands: list[Any] = []
+    monkeypatch.setattr("leadout.train.command.carry_out", commands.append)
+    return commands
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, [*REQUIRED, *words])
+
+
+def test_without_flags_the_defaults_rule(given: list[Any]) -> None:
+    assert run().exit_code == 0
+    assert given[0].config == TrainConfig()
+    assert (given[0].target, given[0].data, given[0].out) == ("some/target", Path("d"), Path("o"))
+    assert (given[0].format, given[0].resume, given[0].plan) == ("zlab", False, False)
+
+
+def test_flags_of_every_kind_arrive(given: list[Any]) -> None:
+    ended = run(
+        *("--layers", "2", "--learning-rate", "0.5", "--optimizer", "adamw", "--compile"),
+        *("--target-layer-ids", "1", "--target-layer-ids", "7", "--format", "speculators"),
+        *("--resume", "--plan", "--tensorboard"),
+    )
+    assert ended.exit_code == 0, ended.output
+    command = given[0]
+    assert command.config == TrainConfig(
+        layers=2,
+        learning_rate=0.5,
+        optimizer="adamw",
+        compile=True,
+        target_layer_ids=(1, 7),
+    )
+    assert command.format == "speculators"
+    assert command.resume
+    assert command.plan
+    assert command.tensorboard
+
+
+def test_a_flag_comes_before_the_file(given: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("compile: true\nlayers: 4\nseed: 9\n")
+    assert run("--config", str(file), "--no-compile", "--layers", "3").exit_code == 0
+    assert given[0].config == TrainConfig(compile=False, layers=3, seed=9)
+
+
+def test_a_continued_run_needs_no_settings(given: list[Any], tmp_path: Path) -> None:
+    TrainConfig(layers=7, seed=3).write(tmp_path / "training.yaml")
+    words = ["train", "t", "--data", "d", "--out", str(tmp_path), "--resume", "--save-every", "9"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert given[0].config == TrainConfig(layers=7, seed=3, save_every=9)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--block-size", "1"), "error: --block-size: found 1"),
+        (("--optimizer", "sgd"), "'sgd' is not one of"),
+        (("--config", "nowhere.yaml"), "error: --config nowhere.yaml: found"),
+    ],
+)
+def test_a_wrong_flag_ends_with_2(words: tuple[str, ...], message: str) -> None:
+    ended = run(*words)
+    assert ended.exit_code == 2
+    assert message in ended.output

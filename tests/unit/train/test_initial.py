@@ -1,0 +1,134 @@
+"""A new drafter: its taps, its mask token, its sizes and its first weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import small_config
+from transformers import AutoConfig, LlamaConfig
+
+from leadout.dflash.config import DrafterConfig, InvalidDrafterError
+from leadout.dflash.target import UnsupportedTargetError
+from leadout.train.borrowed import TargetFiles
+from leadout.train.initial import (
+    FIRST_NORM_SHARE,
+    NoMaskTokenError,
+    choose_mask_token,
+    new_config,
+    new_drafter,
+    spread_layer_ids,
+    start_from_target,
+)
+from leadout.train.run import Corpus, resolve
+from support.models import TINY_VOCAB
+from support.tiny_chat import END_OF_TEXT, END_OF_TURN, START_OF_TURN
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [
+        (36, (1, 9, 17, 25, 33)),  # as the published drafter of Qwen3-8B
+        (30, (1, 8, 14, 20, 27)),
+        (6, (1, 2, 3)),
+        (4, (0, 1, 2, 3)),
+        (1, (0,)),
+    ],
+)
+def test_taps_are_spread_over_the_target(layers: int, wanted: tuple[int, ...]) -> None:
+    assert spread_layer_ids(layers) == wanted
+    assert spread_layer_ids(36, taps=1) == (18,)
+
+
+def test_the_mask_token_is_one_that_means_nothing() -> None:
+    assert choose_mask_token(110, 100, {98, 99}, {99}, set()) == 100  # beyond the tokenizer
+    assert choose_mask_token(100, 100, {90, 95, 96, 97}, {90}, {95}) == 96
+    with pytest.raises(NoMaskTokenError, match="--mask-token-id: found none by itself"):
+        choose_mask_token(100, 100, {90, 95}, {90}, {95})
+
+
+def test_the_tiny_targets_mask_token_is_its_first_reserved_one(
+    target_folder: Path, corpus: Corpus
+) -> None:
+    config = resolve(small_config(), target_folder, corpus, TINY_VOCAB)
+    specials = {END_OF_TEXT, START_OF_TURN, END_OF_TURN}
+    assert config.mask_token_id not in specials
+    assert corpus.token_counts[config.mask_token_id or 0] == 0
+    assert (config.mask_token_id or 0) > START_OF_TURN
+    assert config.target_layer_ids == (1, 2, 3)
+
+
+def test_what_is_given_is_not_chosen(target_folder: Path, corpus: Corpus) -> None:
+    given = small_config(mask_token_id=5, target_layer_ids=(0, 4))
+    assert resolve(given, target_folder, corpus, TINY_VOCAB) == given
+
+
+@pytest.mark.parametrize(("epochs", "wanted"), [(1.0, "compute"), (3.0, "disk")])
+def test_states_are_kept_if_they_are_read_again(
+    target_folder: Path, corpus: Corpus, epochs: float, wanted: str
+) -> None:
+    given = small_config(states="auto", epochs=epochs)
+    assert resolve(given, target_folder, corpus, TINY_VOCAB).states == wanted
+
+
+def config_for(target: Path, layers: int = 3, ids: tuple[int, ...] = (1, 2, 3)) -> DrafterConfig:
+    return new_config(
+        target,
+        AutoConfig.from_pretrained(target),
+        layers=layers,
+        block_size=5,
+        target_layer_ids=ids,
+        mask_token_id=9,
+    )
+
+
+def test_a_drafter_has_the_targets_sizes(target_folder: Path) -> None:
+    config = config_for(target_folder)
+    target = AutoConfig.from_pretrained(target_folder)
+    assert (config.hidden_size, config.intermediate_size) == (64, 128)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
+    assert config.rope.theta == target.rope_parameters["rope_theta"]
+    assert config.target_num_layers == 6
+    assert all(layer.window is None and not layer.causal for layer in config.layers)
+
+
+def test_taps_beyond_the_target_are_refused(target_folder: Path) -> None:
+    with pytest.raises(InvalidDrafterError, match=r"target_layer_ids: found \(1, 9\)"):
+        config_for(target_folder, ids=(1, 9))
+
+
+def test_a_target_whose_rotation_is_unknown_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=4)
+    written = config.to_dict()
+    written.pop("rope_parameters", None)
+    LlamaConfig.from_dict(written).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"rope_theta"', '"another_theta"'))
+    with pytest.raises(UnsupportedTargetError, match="no rotary embedding"):
+        config_for(tmp_path)
+
+
+def test_draft_layers_start_as_target_layers(target_folder: Path) -> None:
+    drafter = new_drafter(config_for(target_folder), seed=0)
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    taken = start_from_target(drafter, TargetFiles(target_folder))
+    target = load_file(target_folder / "model.safetensors")
+    after = dict(drafter.named_parameters())
+    for number, place in ((0, 0), (1, 2), (2, 5)):  # first to first, last to last
+        for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
+            wanted = target[f"model.layers.{place}.{name}"]
+            assert torch.equal(after[f"layers.{number}.{name}"], wanted)
+    assert torch.equal(after["norm.weight"], FIRST_NORM_SHARE * target["model.norm.weight"])
+    # The context's way in is the drafter's own: no target layer has it.
+    for name in ("fc.weight", "hidden_norm.weight"):
+        assert torch.equal(after[name], before[name])
+    assert taken == len(after) - 2
+
+
+def test_random_weights_follow_from_the_seed(target_folder: Path) -> None:
+    config = config_for(target_folder)
+    first, same, other = (new_drafter(config, seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])

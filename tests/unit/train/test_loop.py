@@ -1,0 +1,199 @@
+"""A run goes on where it was cut off, keeps its best weights, and stops when nothing is gained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import KilledError, MakeRun, small_config
+
+from leadout.train.config import TrainConfig
+from leadout.train.log import LOG, Record, StepRecord, ValidationRecord, read_log
+from leadout.train.loop import sequences_of_step, total_steps
+from leadout.train.optimizer import learning_rate_at
+from leadout.train.run import Run
+from leadout.train.state import BEST, STATE, load_best, save_best
+from leadout.train.validate import Acceptance, Validation
+
+STEPS = 7  # of a small run
+
+
+def silent(_: Record) -> None:
+    pass
+
+
+def dies_at(step: int, kind: type[Record] = StepRecord) -> Callable[[Record], None]:
+    def listen(record: Record) -> None:
+        if isinstance(record, kind) and record.step == step:
+            raise KilledError
+
+    return listen
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in run.weights.named().items()}
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("muon", "disk"), ("adamw", "compute")])
+def test_a_resumed_run_ends_like_an_undisturbed_one(
+    make_run: MakeRun, optimizer: str, states: str
+) -> None:
+    settings = {"optimizer": optimizer, "states": states}
+    whole = make_run("whole", **settings)
+    wanted = whole.train(silent)
+    assert wanted.step == whole.steps == STEPS
+    for listen in (
+        dies_at(1),  # before the first checkpoint
+        dies_at(4),  # its step is logged, but not saved
+        dies_at(6, ValidationRecord),  # the best weights are newer than the state
+    ):
+        with pytest.raises(KilledError):
+            make_run("killed", **settings).train(listen)
+    last = make_run("killed", **settings)
+    found = last.train(silent)
+    assert (found.step, found.best_step) == (wanted.step, wanted.best_step)
+    assert found.best_acceptance == wanted.best_acceptance
+    for name, weight in weights_of(whole).items():
+        torch.testing.assert_close(last.weights.named()[name], weight, atol=1e-6, rtol=1e-5)
+    for name, weight in load_best(whole.folder).items():
+        torch.testing.assert_close(load_best(last.folder)[name], weight, atol=1e-6, rtol=1e-5)
+    logs = [list(read_log(run.folder)) for run in (whole, last)]
+    assert [(r.kind, r.step) for r in logs[0]] == [(r.kind, r.step) for r in logs[1]]
+    steps = [[r for r in log if isinstance(r, StepRecord)] for log in logs]
+    assert [r.step for r in steps[1]] == [1, 2, 3, 4, 5, 6, 7]
+    for undisturbed, resumed in zip(*steps, strict=True):
+        assert resumed.loss == pytest.approx(undisturbed.loss, rel=1e-5)
+        assert resumed.learning_rate == undisturbed.learning_rate
+
+
+def test_rounded_weights_go_on_from_their_float32_masters(make_run: MakeRun) -> None:
+    settings = {"precision": "bfloat16", "epochs": 0.4, "validate_every": 99}
+    whole = make_run("whole", **settings)
+    whole.train(silent)
+    with pytest.raises(KilledError):
+        make_run("killed", **settings).train(dies_at(3))
+    last = make_run("killed", **settings)
+    last.train(silent)
+    for name, weight in weights_of(whole).items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(last.weights.named()[name], weight)
+        parameter = dict(last.drafter.named_parameters())[name]
+        assert torch.equal(parameter, weight.bfloat16())
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights_of(whole).values())
+
+
+def test_a_finished_run_is_not_trained_further(make_run: MakeRun) -> None:
+    first = make_run()
+    numbers = first.train(silent)
+    before = (first.folder / STATE).read_bytes()
+    again = make_run().train(dies_at(1))
+    assert again == numbers
+    assert (first.folder / STATE).read_bytes() == before
+
+
+def test_a_torn_log_line_and_torn_checkpoints_are_cleared_away(make_run: MakeRun) -> None:
+    with pytest.raises(KilledError):
+        make_run().train(dies_at(3))
+    run = make_run()
+    torn = run.folder / f".{STATE}.4711.partial"
+    torn.write_bytes(b"half of a checkpoint")
+    with (run.folder / LOG).open("a") as log:
+        log.write('{"kind":"step","step":4,"sec')
+    run.train(silent)
+    assert [r.step for r in read_log(run.folder) if r.kind == "step"] == [1, 2, 3, 4, 5, 6, 7]
+    assert not torn.exists()
+
+
+def judged(values: list[float]) -> Callable[[], Validation]:
+    left = iter(values)
+
+    def validate() -> Validation:
+        value = Acceptance(
+            acceptance_length=next(left), by_position=[], steps=1, every_position=1, positions=1
+        )
+        return Validation(overall=value, by_source={"a": value})
+
+    return validate
+
+
+def test_the_best_weights_are_those_of_the_longest_acceptance(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(validate_every=1)
+    monkeypatch.setattr(run, "validate", judged([1.1, 1.5, 1.3, 1.5, 1.2, 1.4, 1.0]))
+    seen: dict[int, torch.Tensor] = {}
+
+    def listen(record: Record) -> None:
+        seen.setdefault(record.step, run.weights.named()["fc.weight"].clone())
+
+    numbers = run.train(listen)
+    assert (numbers.best_step, numbers.best_acceptance) == (2, 1.5)
+    assert torch.equal(load_best(run.folder)["fc.weight"], seen[2])
+    assert not torch.equal(seen[2], seen[7])
+    assert torch.equal(load_file(run.folder / STATE)["weights.fc.weight"], seen[7])
+
+
+def test_it_stops_after_so_many_validations_without_gain(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(validate_every=1, patience=2)
+    monkeypatch.setattr(run, "validate", judged([1.1, 1.0, 1.3, 1.2, 1.3, 9.9]))
+    numbers = run.train(silent)
+    assert (numbers.step, numbers.best_step, numbers.finished) == (5, 3, True)
+    assert make_run(validate_every=1, patience=2).train(dies_at(6)) == numbers
+
+
+def test_a_kill_while_saving_leaves_the_last_checkpoint(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    save_best(run.folder, run.weights)
+    before = (run.folder / BEST).read_bytes()
+
+    def dies(*_: object, **__: object) -> None:
+        raise KilledError
+
+    monkeypatch.setattr("leadout.train.state.save_file", dies)
+    with pytest.raises(KilledError):
+        save_best(run.folder, run.weights)
+    assert (run.folder / BEST).read_bytes() == before
+
+
+def test_the_log_is_json_lines(make_run: MakeRun) -> None:
+    run = make_run()
+    run.train(silent)
+    records = list(read_log(run.folder))
+    validations = [r for r in records if isinstance(r, ValidationRecord)]
+    assert [r.step for r in validations] == [3, 6, 7]  # every third, and at the end
+    assert all(r.loss > 0 and r.gradient_norm > 0 for r in records if isinstance(r, StepRecord))
+    assert [r.seconds for r in records] == sorted(r.seconds for r in records)
+
+
+def test_every_pass_takes_every_sample_once_in_a_new_order() -> None:
+    train = list(range(100, 123))
+    config = small_config(batch_sequences=5)
+    stream = [i for step in range(14) for i in sequences_of_step(train, step, config)]
+    passes = [stream[:23], stream[23:46], stream[46:69]]
+    assert all(sorted(each) == train for each in passes)
+    assert passes[0] != passes[1] != passes[2]
+    other = small_config(batch_sequences=5, seed=1)
+    assert sequences_of_step(train, 0, other) != sequences_of_step(train, 0, config)
+    assert len(sequences_of_step(train[:2], 0, config)) == 5  # more than there are
+    assert total_steps(23, small_config(epochs=2, batch_sequences=5)) == 9
+
+
+def test_the_learning_rate_rises_then_falls() -> None:
+    config = TrainConfig(learning_rate=1.0, warmup=0.1)
+    rates = [learning_rate_at(step, 100, config) for step in range(100)]
+    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(0.5)
+    assert 0 < rates[99] < 0.001
+
+
+def test_states_of_a_run_stay_in_its_folder(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(states="disk").train(silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

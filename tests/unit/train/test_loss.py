@@ -1,0 +1,186 @@
+"""The chunked loss is the eager one, and the formula, and never holds the logits of all slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from leadout.train import loss
+from leadout.train.loss import (
+    Objective,
+    Scores,
+    SlotLoss,
+    Slots,
+    eager_loss_of_slots,
+    loss_of_slots,
+    position_weights,
+)
+
+WIDTH, VOCAB = 12, 37
+DPACE = Objective(distillation=0.0, position_weights="dpace", gamma=4.0, dpace_alpha=0.5)
+EXPONENTIAL = Objective(distillation=0.0, position_weights="exponential", gamma=4, dpace_alpha=0.5)
+MIXED = Objective(distillation=0.3, position_weights="dpace", gamma=4.0, dpace_alpha=0.4)
+DISTILLED = Objective(distillation=1.0, position_weights="exponential", gamma=7, dpace_alpha=0.5)
+
+
+def some_slots(blocks: int, per_block: int, vocab: int = VOCAB) -> tuple[Tensor, Slots]:
+    generator = torch.Generator().manual_seed(blocks)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    ends = torch.randint(1, per_block + 1, (blocks, 1), generator=generator)
+    slots = Slots(
+        torch.randint(vocab, (blocks, per_block), generator=generator),
+        torch.arange(per_block) < ends,
+        normal(blocks, per_block, WIDTH),
+    )
+    return normal(blocks, per_block, WIDTH).requires_grad_(), slots
+
+
+def some_scores(vocab: int = VOCAB, **settings: Any) -> Scores:
+    torch.manual_seed(3)
+    return Scores(torch.randn(vocab, WIDTH), **settings)
+
+
+@pytest.mark.parametrize("objective", [DPACE, EXPONENTIAL, MIXED, DISTILLED], ids=str)
+@pytest.mark.parametrize(
+    "scores",
+    [
+        some_scores(),
+        some_scores(bias=torch.linspace(-1, 1, VOCAB)),
+        some_scores(multiplier=0.5, softcap=3.0),
+    ],
+    ids=["plain", "bias", "multiplier and softcap"],
+)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (20, 7)], ids=str)
+def test_chunks_give_the_loss_and_gradient_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, objective: Objective, scores: Scores, shape: tuple[int, int]
+) -> None:
+    monkeypatch.setitem(loss.CHUNK_SLOTS, "cpu", 9)  # less than most batches, and no divisor
+    hidden, slots = some_slots(*shape)
+    found = loss_of_slots(hidden, slots, scores, objective, 5.0)
+    wanted = eager_loss_of_slots(hidden, slots, scores, objective, 5.0)
+    torch.testing.assert_close(found.loss, wanted.loss, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.hits, wanted.hits)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(3 * each.loss, hidden) for each in (found, wanted)),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+def test_the_eager_loss_is_the_formula() -> None:
+    hidden, slots = some_slots(6, 4)
+    scores = some_scores()
+    found = eager_loss_of_slots(hidden, slots, scores, MIXED, 10.0)
+    hidden = hidden.detach()
+    total = 0.0
+    for block in range(6):
+        odds = [torch.softmax(scores.head @ hidden[block, k], 0) for k in range(4)]
+        entropy = [-math.log(odds[k][slots.labels[block, k]]) for k in range(4)]
+        weights = slow_dpace(entropy, slots.counted[block].tolist(), 0.4)
+        for k in range(4):
+            assert slots.teacher is not None
+            teacher = torch.softmax(scores.head @ slots.teacher[block, k], 0)
+            wanted = 0.3 * teacher
+            wanted[slots.labels[block, k]] += 0.7
+            total += weights[k] * -(wanted * odds[k].log()).sum().item()
+    assert found.loss.item() == pytest.approx(total / 10.0, rel=1e-5)
+
+
+def slow_dpace(entropy: list[float], counted: list[bool], alpha: float) -> list[float]:
+    """w_j = sum over counted m >= j of the product of s_i, i <= m; s = (1 - alpha) q + alpha."""
+    stands = [
+        (1 - alpha) * math.exp(-each) + alpha if known else 1.0
+        for each, known in zip(entropy, counted, strict=True)
+    ]
+    places = range(len(stands))
+    return [
+        sum(math.prod(stands[: m + 1]) for m in places if m >= j and counted[m]) if known else 0.0
+        for j, known in enumerate(counted)
+    ]
+
+
+def test_position_weights_by_hand() -> None:
+    entropy = torch.tensor([[0.1, 2.0, 0.7, 1.3], [3.0, 0.2, 0.4, 0.9]])
+    counted = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    found = position_weights(entropy, counted, DPACE)
+    wanted = [slow_dpace(entropy[row].tolist(), counted[row].tolist(), 0.5) for row in range(2)]
+    torch.testing.assert_close(found, torch.tensor(wanted))
+    assert (found[:, :-1] >= found[:, 1:]).all()
+    decayed = position_weights(entropy, counted, EXPONENTIAL)
+    wanted = [[math.exp(-(k - 1) / 4) for k in (1, 2, 3, 4)]] * 2
+    torch.testing.assert_close(decayed, torch.tensor(wanted) * counted)
+
+
+def test_position_weights_carry_no_gradient() -> None:
+    hidden, slots = some_slots(4, 3)
+    entropy = (hidden**2).sum(-1)
+    assert not position_weights(entropy, slots.counted, DPACE).requires_grad
+
+
+def test_only_counted_slots_move_the_weights() -> None:
+    hidden, slots = some_slots(9, 4)
+    result = loss_of_slots(hidden, slots, some_scores(), MIXED, 1.0)
+    (gradient,) = torch.autograd.grad(result.loss, hidden)
+    assert torch.equal(gradient.abs().sum(-1) > 0, slots.counted)
+    assert not (result.hits & ~slots.counted).any()
+
+
+def test_the_loss_is_a_plain_sum_over_blocks() -> None:
+    hidden, slots = some_slots(10, 4)
+    scores = some_scores()
+
+    def part(chosen: slice) -> Tensor:
+        assert slots.teacher is not None
+        own = Slots(slots.labels[chosen], slots.counted[chosen], slots.teacher[chosen])
+        return loss_of_slots(hidden[chosen], own, scores, MIXED, 40.0).loss
+
+    whole = part(slice(0, 10))
+    torch.testing.assert_close(part(slice(0, 3)) + part(slice(3, 10)), whole)
+
+
+def test_distillation_needs_the_targets_states() -> None:
+    hidden, slots = some_slots(2, 2)
+    with pytest.raises(ValueError, match=r"distillation: found 0\.3"):
+        loss_of_slots(hidden, slots._replace(teacher=None), some_scores(), MIXED, 1.0)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Sees every tensor that an operation yields, in backward passes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+def test_no_tensor_grows_with_vocabulary_times_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, vocab = 16, 2000
+    monkeypatch.setitem(loss.CHUNK_SLOTS, "cpu", chunk)
+    scores = some_scores(vocab)
+
+    def largest(of: Callable[..., SlotLoss], blocks: int) -> int:
+        hidden, slots = some_slots(blocks, 4, vocab)
+        with LargestTensor() as seen:
+            of(hidden, slots, scores, MIXED, 1.0).loss.backward()
+        return seen.elements
+
+    assert largest(loss_of_slots, 200) == largest(loss_of_slots, 50) == chunk * vocab
+    assert largest(eager_loss_of_slots, 50) == 50 * 4 * vocab  # the measure does see it

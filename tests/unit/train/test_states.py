@@ -1,0 +1,137 @@
+"""States on disk are the computed ones, whole after a kill, and read rather than mapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import KilledError, MakeRun
+
+from leadout.dflash.target import Observation, Target
+from leadout.train.run import STATES
+from leadout.train.sequences import TrainingSequence
+from leadout.train.states import ComputedStates, Indexed, KeptStates
+
+
+def items() -> list[Indexed]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (n, TrainingSequence(str(n), "s", torch.randint(250, (length,), generator=generator), 3))
+        for n, length in enumerate((12, 7, 9, 20))
+    ]
+
+
+class Counting:
+    """A source that says how many sequences were asked of it."""
+
+    def __init__(self, target: Target) -> None:
+        self._computed = ComputedStates(lambda: target)
+        self.asked = 0
+
+    def observe(self, sequences: Sequence[Indexed]) -> Observation:
+        self.asked += len(sequences)
+        return self._computed.observe(sequences)
+
+
+def kept(path: Path, source: Counting, dtype: torch.dtype = torch.float32) -> KeptStates:
+    lengths = [len(sequence) for _, sequence in items()]
+    return KeptStates(path, source, lengths, taps=3, hidden_size=64, dtype=dtype)
+
+
+def assert_same(found: Observation, wanted: Observation, sequences: Sequence[Indexed]) -> None:
+    for row, (_, sequence) in enumerate(sequences):
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a[row, : len(sequence)], b[row, : len(sequence)])
+
+
+def test_padding_changes_nothing(target: Target) -> None:
+    source = Counting(target)
+    together = source.observe(items())
+    for row, item in enumerate(items()):
+        alone = source.observe([item])
+        length = len(item[1])
+        torch.testing.assert_close(together.states[row, :length], alone.states[0])
+        torch.testing.assert_close(together.final[row, :length], alone.final[0])
+
+
+def test_kept_states_are_the_computed_ones(target: Target, tmp_path: Path) -> None:
+    source = Counting(target)
+    keeper = kept(tmp_path / "states.bin", source)
+    some = items()[1:3]
+    assert_same(keeper.observe(some), source.observe(some), some)
+    source.asked = 0
+    everything = items()[::-1]
+    assert_same(keeper.observe(everything), Counting(target).observe(everything), everything)
+    assert source.asked == 2  # the other two are there
+    again = kept(tmp_path / "states.bin", source)
+    assert_same(again.observe(everything), Counting(target).observe(everything), everything)
+    assert source.asked == 2
+
+
+def test_kept_states_have_the_runs_precision(target: Target, tmp_path: Path) -> None:
+    source = Counting(target)
+    keeper = kept(tmp_path / "states.bin", source, torch.bfloat16)
+    found = keeper.observe(items())
+    assert found.states.dtype == found.final.dtype == torch.bfloat16
+    assert torch.equal(found.states[3], source.observe(items()).states[3].bfloat16())
+    size = sum(len(sequence) for _, sequence in items()) * 4 * 64 * 2
+    assert (tmp_path / "states.bin").stat().st_size == size
+
+
+def test_states_cut_short_by_a_kill_are_computed_again(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "states.bin"
+    source = Counting(target)
+    kept(path, source).observe(items()[:1])
+    keeper = kept(path, source)
+    write = os.pwrite
+    written: list[int] = []
+
+    def dies_at_the_third_write(handle: int, view: memoryview, offset: int) -> int:
+        if len(written) == 2:
+            raise KilledError
+        written.append(write(handle, view[: len(view) // 3], offset))
+        return written[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", dies_at_the_third_write)  # type: ignore[attr-defined]
+        with pytest.raises(KilledError):
+            keeper.observe(items()[1:])
+    assert min(written) > 0
+    source.asked = 0
+    assert_same(kept(path, source).observe(items()), Counting(target).observe(items()), items())
+    assert source.asked == 3
+
+
+def test_a_file_that_lost_its_end_is_no_source_of_zeros(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "states.bin"
+    keeper = kept(path, Counting(target))
+    keeper.observe(items())
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(OSError, match="ends before sample"):
+        keeper.observe(items())
+
+
+def test_states_are_read_not_mapped(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "states.bin"
+    keeper = kept(path, Counting(target))
+    observed = keeper.observe(items())
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    # What was read is the reader's own memory: the file may change under it.
+    before = observed.states.clone()
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(observed.states, before)
+
+
+def test_a_run_is_the_same_with_states_of_either_source(make_run: MakeRun) -> None:
+    computed, disk = make_run("computed"), make_run("disk", states="disk")
+    for run in (computed, disk):
+        run.train(lambda _: None)
+    assert (disk.folder / STATES).exists()
+    assert not (computed.folder / STATES).exists()
+    for name, weight in computed.weights.named().items():
+        torch.testing.assert_close(disk.weights.named()[name], weight, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,361 @@
+"""`leadout train` from end to end, with the reference loop in the engine's place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from small_runs import SMALL, KilledError, MakeRun
+from typer.testing import CliRunner
+
+from leadout.checkpoints import load_drafter, read_checkpoint
+from leadout.cli.app import app
+from leadout.data.manifest import DataFolder
+from leadout.dflash.generate import generate
+from leadout.engine.decode import DecodeError, DecodeRequest, DecodeResult
+from leadout.train import command, served
+from leadout.train.config import TrainConfig
+from leadout.train.log import read_log
+from leadout.train.run import Corpus, Run
+from leadout.train.state import load_best
+from support.tiny_data import STOPS, loaded, write_data
+
+FLAGS = [
+    word
+    for name, value in (SMALL | {"epochs": 3.0, "learning_rate": 5e-3, "validate_every": 9}).items()
+    for word in (f"--{name.replace('_', '-')}", str(value))
+]
+Train = Callable[..., Result]
+
+
+def reference_decode(request: DecodeRequest) -> DecodeResult:
+    """What vLLM would do, by the reference loop."""
+    assert request.drafter is not None
+    drafter = load_drafter(Path(request.drafter), torch.float32)
+    longest = max(len(prompt) for prompt in request.prompts)
+    assert longest + request.max_tokens <= request.max_length
+    completions = generate(
+        loaded(Path(request.target), drafter.config.target_layer_ids),
+        drafter,
+        request.prompts,
+        max_new_tokens=request.max_tokens,
+        draft_tokens=request.draft_tokens,
+        stop_tokens=STOPS,
+    )
+    accepted = [count for completion in completions for count in completion.accepted]
+    return DecodeResult(
+        answers=[completion.tokens for completion in completions],
+        steps=len(accepted),
+        accepted=sum(accepted),
+        accepted_by_position=[sum(c > k for c in accepted) for k in range(request.draft_tokens)],
+    )
+
+
+@pytest.fixture
+def train(
+    target_folder: Path, data: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Train]:
+    monkeypatch.setattr(served, "decode_apart", reference_decode)
+    monkeypatch.setattr(command, "SERVED_TOKENS", 40)
+
+    def run(*words: str, out: str = "out", folder: Path = data.folder) -> Result:
+        place = ["--data", str(folder), "--out", str(tmp_path / out)]
+        return CliRunner().invoke(app, ["train", str(target_folder), *place, *FLAGS, *words])
+
+    yield run
+    loaded.cache_clear()
+
+
+def test_a_run_ends_with_a_drafter_and_all_that_belongs_to_it(
+    train: Train, tmp_path: Path, data: DataFolder
+) -> None:
+    ended = train("--json", "--tensorboard")
+    assert ended.exit_code == 0, ended.output
+    report = json.loads(ended.stdout)
+    folder = tmp_path / "out" / "drafter"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "training.yaml",
+        "training.json",
+        "curves.svg",
+    }
+    # The exported weights are the best ones.
+    best = load_best(tmp_path / "out" / "run")
+    drafter = load_drafter(folder, torch.float32)
+    for name, weight in drafter.named_parameters():
+        assert torch.equal(weight, best[name])
+    assert read_checkpoint(folder).format == "zlab"
+    # The record says what was measured, and agrees with the log.
+    assert json.loads((folder / "training.json").read_text()) == report
+    validations = [r for r in read_log(tmp_path / "out" / "run") if r.kind == "validation"]
+    reached = max(r.validation.overall.acceptance_length for r in validations)
+    assert report["validation"]["overall"]["acceptance_length"] == reached > 1.05
+    assert report["data_hash"] == data.content_hash()
+    assert abs(report["served"]["served"] / report["served"]["predicted"] - 1) < 0.05
+    assert report["served"]["served_steps"] > 20
+    # The resolved settings repeat the run.
+    for place in (tmp_path / "out", folder):
+        config = TrainConfig.resolve(place / "training.yaml", {})
+        assert config.model_dump(mode="json") == report["config"]
+        assert config.mask_token_id is not None
+        assert config.target_layer_ids == (1, 2, 3)
+    card = (folder / "README.md").read_text()
+    assert "# DFlash drafter for tiny" in card
+    assert f"{report['served']['served']:.2f}" in card
+    assert "| asked |" in card
+    assert "| self |" in card
+    assert (folder / "curves.svg").read_text().lstrip().startswith("<?xml")
+    assert scalars(tmp_path / "out" / "run" / "tensorboard") == {
+        "train/loss": report["steps"],
+        "train/drafts_hit": report["steps"],
+        "train/learning_rate": report["steps"],
+        "validation/acceptance_length": len(validations),
+        "validation/asked": len(validations),
+        "validation/self": len(validations),
+    }
+
+
+def scalars(folder: Path) -> dict[str, int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {name: len(events.Scalars(name)) for name in events.Tags()["scalars"]}
+
+
+def test_a_drafter_for_speculators(train: Train, tmp_path: Path) -> None:
+    ended = train("--format", "speculators", "--epochs", "0.3")
+    assert ended.exit_code == 0, ended.output
+    assert "served by vLLM" in ended.stdout
+    assert read_checkpoint(tmp_path / "out" / "drafter").format == "speculators"
+
+
+def test_without_matplotlib_there_are_no_curves(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert train("--epochs", "0.3").exit_code == 0
+    folder = tmp_path / "out" / "drafter"
+    assert not (folder / "curves.svg").exists()
+    assert "curves.svg" not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("steps", "accepted", "message"),
+    [
+        (100, 200, "vLLM serves an acceptance length of 3.000, validation"),
+        (0, 0, "without one drafted step"),
+    ],
+)
+def test_an_engine_that_accepts_otherwise_fails_the_run(
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    accepted: int,
+    message: str,
+) -> None:
+    def differs(request: DecodeRequest) -> DecodeResult:
+        counted = {"steps": steps, "accepted": accepted}
+        return reference_decode(request).model_copy(update=counted)
+
+    monkeypatch.setattr(served, "decode_apart", differs)
+    ended = train("--epochs", "0.3")
+    assert ended.exit_code == 1
+    assert message in ended.stderr
+    assert "do not deploy this drafter" in ended.stderr
+    # What was measured is on the disk, for whoever looks for the cause.
+    record = json.loads((tmp_path / "out" / "drafter" / "training.json").read_text())
+    assert record["served"]["served_steps"] == steps
+
+
+def served_acceptance(served_length: float, predicted: float) -> served.ServedAcceptance:
+    return served.ServedAcceptance(
+        prompts=1,
+        max_tokens=1,
+        draft_tokens=1,
+        served=served_length,
+        served_by_position=[],
+        served_steps=10,
+        predicted=predicted,
+        predicted_steps=10,
+    )
+
+
+@pytest.mark.parametrize("predicted", [1.89, 2.11])
+def test_more_than_five_percent_is_too_much(predicted: float) -> None:
+    with pytest.raises(served.ServedDiffersError, match=r"5\.5% apart, wanted at most 5%"):
+        served.require_agreement(served_acceptance(2.0, predicted), Path("d"))
+    served.require_agreement(served_acceptance(2.0, 1.91), Path("d"))
+
+
+def test_an_engine_that_dies_fails_the_run_with_its_last_words(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(_: DecodeRequest) -> DecodeResult:
+        raise DecodeError("vLLM ended with code 1; its last lines:\nno room")
+
+    monkeypatch.setattr(served, "decode_apart", fails)
+    ended = train("--epochs", "0.3")
+    assert ended.exit_code == 1
+    assert "no room" in ended.stderr
+    # A later attempt needs no training: the run is there.
+    monkeypatch.setattr(served, "decode_apart", reference_decode)
+    assert train("--epochs", "0.3", "--resume").exit_code == 0
+
+
+def test_half_an_export_is_made_anew(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies_after_the_weights(folder: Path, *_: object) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights without a config")
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("leadout.checkpoints.checkpoint.write_folder", dies_after_the_weights)
+        assert isinstance(train("--epochs", "0.3").exception, KilledError)
+    assert not (tmp_path / "out" / "drafter").exists()
+    ended = train("--epochs", "0.3", "--resume")
+    assert ended.exit_code == 0, ended.output
+    assert load_drafter(tmp_path / "out" / "drafter").config.block_size == SMALL["block_size"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "drafter",
+        "run",
+        "training.yaml",
+    ]
+
+
+@pytest.mark.parametrize(("precision", "states"), [("float32", "compute"), ("bfloat16", "disk")])
+def test_a_plan_leaves_nothing_behind(
+    train: Train, tmp_path: Path, precision: str, states: str
+) -> None:
+    ended = train("--plan", "--precision", precision, "--states", states)
+    assert ended.exit_code == 0, ended.output
+    for word in ("samples", "steps", "minutes", "GiB", "acceptance length"):
+        assert word in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_says_what_the_run_will_take(train: Train, data: DataFolder, corpus: Corpus) -> None:
+    plan = json.loads(train("--plan", "--json", "--states", "disk").stdout)
+    assert plan["steps"] == round(3.0 * len(corpus.split.train) / SMALL["batch_sequences"])
+    assert plan["samples"] == len(data.samples())
+    assert plan["trained_parameters"] > 50_000
+    assert plan["states_on_disk_gib"] > 0
+    assert 0 < plan["seconds_per_step"] * plan["steps"] / 60 <= plan["minutes"]
+
+
+def dies(*_: object) -> None:
+    raise KilledError
+
+
+@pytest.fixture
+def begun(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was killed before its first step."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train", dies)
+        assert isinstance(train().exception, KilledError)
+    return tmp_path / "out"
+
+
+def test_a_folder_with_a_run_is_not_overwritten(train: Train, begun: Path) -> None:
+    before = (begun / "training.yaml").read_bytes()
+    ended = train("--seed", "5")
+    assert ended.exit_code == 2
+    assert f"--out {begun}: found a run in it" in ended.stderr
+    assert "--resume" in ended.stderr
+    assert (begun / "training.yaml").read_bytes() == before
+
+
+def test_there_must_be_a_run_to_continue(train: Train, tmp_path: Path) -> None:
+    ended = train("--resume")
+    assert ended.exit_code == 2
+    assert "found no training.yaml, wanted a run to continue" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_continued_run_keeps_its_settings(
+    train: Train, begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = train("--epochs", "0.4", "--resume")
+    assert ended.exit_code == 2
+    assert f"--epochs: found 0.4, the run in {begun} has 3.0" in ended.stderr
+    # How often it looks and saves may change.
+    monkeypatch.setattr(Run, "train", dies)
+    assert isinstance(train("--resume", "--save-every", "7").exception, KilledError)
+    assert TrainConfig.resolve(begun / "training.yaml", {}).save_every == 7
+
+
+def test_a_continued_run_keeps_its_data(
+    train: Train, begun: Path, target_folder: Path, data: DataFolder, tmp_path: Path
+) -> None:
+    fewer = tmp_path / "fewer"
+    write_data(fewer, target_folder, list(data.samples())[1:])
+    ended = train("--resume", folder=fewer)
+    assert ended.exit_code == 2
+    assert f"--data {fewer}: found other samples" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--target-layer-ids", "9"), "target_layer_ids: found (9,), wanted layers of the target"),
+        (("--mask-token-id", "999"), "mask_token_id: found 999, wanted a row of the target"),
+        (("--block-size", "40"), "--block-size: found 40, wanted less"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    train: Train, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    ended = train(*words)
+    assert ended.exit_code == 2
+    assert message in ended.stderr
+    assert not (tmp_path / "out" / "training.yaml").exists()
+
+
+def test_tensorboard_must_be_there(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leadout.train.tensorboard.find_spec", lambda _: None)
+    ended = train("--tensorboard")
+    assert ended.exit_code == 2
+    assert "--tensorboard: found no package tensorboard" in ended.stderr
+
+
+def served_with(
+    monkeypatch: pytest.MonkeyPatch, run: Run, tokens: int
+) -> tuple[list[list[int]], dict[str, Any]]:
+    asked: list[Any] = []
+
+    def compare(_target: Path, _drafter: Path, prompts: list[list[int]], **settings: Any) -> None:
+        asked.extend([prompts, settings])
+
+    monkeypatch.setattr(command, "compare_with_served", compare)
+    monkeypatch.setattr(command, "SERVED_TOKENS", tokens)
+    command.serve_held_out(run, Path("target"), Path("drafter"))
+    return asked[0], asked[1]
+
+
+def test_the_engine_gets_prompts_of_every_source_and_room_for_answers(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    monkeypatch.setattr(command, "SERVED_PROMPTS", 3)
+    prompts, settings = served_with(monkeypatch, run, tokens=128)
+    held_out = [run.corpus.samples[index] for index in run.corpus.split.validation]
+    by_prompt = {tuple(sample.prompt): sample.source for sample in held_out}
+    assert len(prompts) == 3
+    assert {by_prompt[tuple(prompt)] for prompt in prompts} == {"asked", "self"}
+    assert settings["max_tokens"] == 128
+    longest = max(len(prompt) for prompt in prompts)
+    assert settings["max_length"] >= longest + 128  # also where training texts are shorter
+    # Never more than the target has positions for.
+    prompts, settings = served_with(monkeypatch, run, tokens=5000)
+    assert settings["max_length"] == run.drafter_config.max_positions
+    assert settings["max_tokens"] == settings["max_length"] - longest

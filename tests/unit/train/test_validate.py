@@ -1,0 +1,98 @@
+"""What validation says is what the decoding loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import MakeRun
+
+from leadout.dflash.drafter import Drafter
+from leadout.dflash.generate import acceptance_length, generate
+from leadout.dflash.target import Target
+from leadout.train.borrowed import TargetFiles, borrow
+from leadout.train.forward import BlockForward
+from leadout.train.run import Corpus
+from leadout.train.sequences import TrainingSequence
+from leadout.train.states import ComputedStates, Indexed
+from leadout.train.validate import (
+    AcceptedDrafts,
+    accepted_drafts,
+    along_decoding,
+    summarise,
+)
+
+NEW_TOKENS = 40
+
+
+def judge(
+    drafter: Drafter, target: Target, folder: Path, texts: Sequence[Indexed]
+) -> list[AcceptedDrafts]:
+    borrowed = borrow(TargetFiles(folder), torch.float32, torch.device("cpu"))
+    forward = BlockForward(drafter, borrowed.embedding)
+    source = ComputedStates(lambda: target)
+    return accepted_drafts(forward, borrowed, source, texts, drafter.config.block_size)
+
+
+def test_every_step_accepts_what_the_reference_loop_accepts(
+    trained: Drafter, target: Target, target_folder: Path, corpus: Corpus
+) -> None:
+    prompts = [sample.prompt for sample in corpus.samples][:24]
+    completions = generate(target, trained, prompts, max_new_tokens=NEW_TOKENS)
+    texts = [
+        TrainingSequence(str(n), "s", torch.tensor([*prompt, *completion.tokens]), len(prompt))
+        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    found = judge(trained, target, target_folder, list(enumerate(texts)))
+    compared = 0
+    for completion, each in zip(completions, found, strict=True):
+        steps = along_decoding(each.counts)
+        assert steps == completion.accepted[: len(steps)]
+        # All steps but those whose block runs over the end of the text.
+        judged = sum(steps) + len(steps)
+        assert judged > NEW_TOKENS - 2 * trained.config.block_size
+        compared += len(steps)
+    assert acceptance_length(completions) > 1.2  # else it would be easy to agree
+    assert compared > 200
+    summary = summarise(found, trained.config.block_size).overall
+    assert summary.acceptance_length == pytest.approx(acceptance_length(completions), rel=0.05)
+
+
+def test_decoding_jumps_over_what_stands() -> None:
+    assert along_decoding(torch.tensor([2, 0, 0, 1, 3, 0, 0])) == [2, 1, 0, 0]
+    assert along_decoding(torch.tensor([], dtype=torch.int64)) == []
+
+
+def test_acceptance_by_hand_and_by_source() -> None:
+    drafts = [
+        AcceptedDrafts("code", torch.tensor([2, 0, 0, 1])),  # steps 2, 1
+        AcceptedDrafts("chat", torch.tensor([0, 0])),  # steps 0, 0
+        AcceptedDrafts("chat", torch.tensor([], dtype=torch.int64)),  # shorter than a block
+    ]
+    found = summarise(drafts, block_size=4)
+    assert found.overall.acceptance_length == 1 + 3 / 4
+    assert found.overall.by_position == [2 / 4, 1 / 4, 0]
+    assert found.overall.steps == 4
+    assert found.overall.every_position == 1 + 3 / 6
+    assert found.by_source["code"].acceptance_length == 2.5
+    assert found.by_source["chat"].acceptance_length == 1.0
+    assert found.by_source["chat"].positions == 2
+
+
+@pytest.mark.parametrize("answer", [1, 2, 4, 5, 6])
+def test_answers_around_the_length_of_a_block(
+    trained: Drafter, target: Target, target_folder: Path, answer: int
+) -> None:
+    text = TrainingSequence("0", "s", torch.arange(3 + answer), 3)
+    counts = judge(trained, target, target_folder, [(0, text)])[0].counts
+    assert len(counts) == max(0, answer - trained.config.block_size + 1)
+
+
+def test_a_run_judges_its_held_out_samples_by_source(make_run: MakeRun) -> None:
+    run = make_run()
+    found = run.validate()
+    assert set(found.by_source) == {"asked", "self"}
+    assert sum(each.positions for each in found.by_source.values()) == found.overall.positions
+    assert found == run.validate()  # every position is judged: no draw, no noise
