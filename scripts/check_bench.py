@@ -1,0 +1,366 @@
+"""Seeded faults and healthy variants of a real pair through `leadout check`'s files and reference.
+
+    python scripts/check_bench.py TARGET DRAFTER --out FILE --table PAGE
+
+Every fault is written as a checkpoint (or a target) of its own, without the record of its training
+unless the fault is one that only the record can show. What is told of it: the acceptance it costs,
+what the check names first, and what the repair brings back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from leadout.check.command import mask_candidates
+from leadout.check.findings import Finding, Gravity, by_weight
+from leadout.check.fix import write_fixed
+from leadout.check.offline import (
+    Examination,
+    as_served,
+    examine,
+    make_probe,
+    served_weights,
+)
+from leadout.check.probe import Probe, Text, drafter_of
+from leadout.check.prompts import check_prompts
+from leadout.check.reference import load_target
+from leadout.check.request import Silence
+from leadout.check.static import static_findings
+from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
+from leadout.data.chat import Chat
+from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
+from leadout.engine.session import SessionRequest, run_session_apart
+from leadout.pairing import read_target
+from leadout.provenance import Provenance
+
+PRECISION = torch.bfloat16
+TOKENS = 80
+PROMPTS_PER_SET = 8
+SMALL_EFFECT = 0.02  # below this a fault need not be found
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair to judge; `cause` is the right name, None: nothing is wrong."""
+
+    name: str
+    cause: str | None
+    target: Path
+    drafter: Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", type=Path, required=True)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        maker = CaseMaker(arguments.target, arguments.drafter, Path(folder))
+        bench = Bench(arguments.target, arguments.drafter)
+        faults = [bench.judge(case) for case in track(list(maker.faults()), "faults")]
+        healthy = [bench.judge(case) for case in track(list(maker.healthy()), "healthy")]
+    result = {
+        "provenance": Provenance.of_this_run().model_dump(),
+        "healthy_acceptance": bench.reference,
+        "faults": faults,
+        "healthy": healthy,
+        "summary": summary(faults, healthy),
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    arguments.table.write_text(table(result))
+    print(json.dumps(result["summary"], indent=2))
+
+
+class Bench:
+    """Probes are shared: most faults are in the drafter, so the target's states are the same."""
+
+    def __init__(self, target: Path, drafter: Path) -> None:
+        self._probes: dict[Path, Probe] = {}
+        self._config = read_checkpoint(drafter).config
+        self.reference = 0.0
+        self.reference = self._length(target, drafter)
+
+    def judge(self, case: Case) -> dict[str, Any]:
+        findings = static_findings(case.target, case.drafter)
+        unfit = [f for f in findings if f.gravity is Gravity.UNFIT]
+        row: dict[str, Any] = {"name": case.name, "cause": case.cause}
+        if unfit:  # the pair would not start: there is no acceptance to speak of
+            return {**row, **self._named(case, unfit), "acceptance": None, "repaired": None}
+        found = self._examine(case.target, case.drafter)
+        length = found.offline.overall.length.value
+        row |= self._named(case, by_weight([*findings, *found.findings]))
+        row |= {"acceptance": length, "effect": length / self.reference - 1, "repaired": None}
+        if found.repair is not None and case.cause is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                fixed = Path(folder, "fixed")
+                write_fixed(case.drafter, found.repair, fixed, self._config.target_num_layers)
+                row["repaired"] = self._length(case.target, fixed)
+        return row
+
+    def _named(self, case: Case, findings: list[Finding]) -> dict[str, Any]:
+        grave = [f for f in findings if f.gravity is not Gravity.NOTE]
+        return {"named": [f.name for f in grave], "says": grave[0].message if grave else ""}
+
+    def _examine(self, target: Path, drafter: Path) -> Examination:
+        facts, checkpoint = read_target(target), read_checkpoint(drafter)
+        return examine(
+            self._probe(target),
+            facts,
+            checkpoint,
+            checkpoint.config.max_draft_tokens,
+            mask_candidates(target, facts.vocab_size),
+            PRECISION,
+            Silence(),
+        )
+
+    def _length(self, target: Path, drafter: Path) -> float:
+        checkpoint = read_checkpoint(drafter)
+        config = as_served(checkpoint.config, checkpoint.config.max_draft_tokens)
+        weights = served_weights(checkpoint, PRECISION)
+        steps = [
+            s
+            for t in self._probe(target).acceptance(drafter_of(config, weights))
+            for s in t.at_steps
+        ]
+        return 1 + sum(steps) / len(steps)
+
+    def _probe(self, target: Path) -> Probe:
+        if target not in self._probes:
+            facts = read_target(target)
+            texts = texts_of(target)
+            model = load_target(target, PRECISION)
+            self._probes[target] = make_probe(
+                target, model, facts, self._config, texts, PRECISION, Silence()
+            )
+        return self._probes[target]
+
+
+def texts_of(target: Path) -> list[Text]:
+    """What the target itself answers, greedily, by vLLM."""
+    prompts = check_prompts((), Chat(target), 1200)
+    prompts = {name: part[:PROMPTS_PER_SET] for name, part in prompts.items()}
+    request = SessionRequest(
+        target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype="bfloat16"
+    )
+    runs = run_session_apart(request, lambda text: None).runs
+    return [
+        Text(run.prompt_set, prompt, answer)
+        for run in runs
+        for prompt, answer in zip(prompts[run.prompt_set], run.answers, strict=True)
+        if len(answer) > 8
+    ]
+
+
+class CaseMaker:
+    """Writes every case into a folder of its own."""
+
+    def __init__(self, target: Path, drafter: Path, folder: Path) -> None:
+        self._target = target
+        self._source = read_checkpoint(drafter)
+        self._config = self._source.config
+        self._weights = load_weights(self._source)
+        self._folder = folder
+
+    def faults(self) -> Iterator[Case]:
+        config, ids = self._config, self._config.target_layer_ids
+        shift = {step: tuple(i + step for i in ids) for step in (-1, 1)}
+        yield self._edited("taps one too low", "taps-one-too-low", target_layer_ids=shift[-1])
+        yield self._edited("taps one too high", "taps-one-too-high", target_layer_ids=shift[1])
+        yield self._weighted("taps trained in reverse order", "tap-order", self._taps_reversed)
+        yield self._weighted("two taps swapped", "tap-order", self._taps_swapped)
+        causal = tuple(LayerAttention(None, True) for _ in config.layers)
+        yield self._edited("causal instead of bidirectional", "causality", layers=causal)
+        narrow = tuple(LayerAttention(32) for _ in config.layers)
+        yield self._edited("a window of 32 that was not trained", "window", layers=narrow)
+        for theta in (1e4, 1e6):
+            rope = replace(config.rope, theta=theta)
+            yield self._edited(f"RoPE theta {theta:g}", "rope-theta", rope=rope)
+        half = Rope(config.rope.theta, config.rope.scaling, 0.5)
+        yield self._edited("half of each head rotated", "rope-fraction", rope=half)
+        for token in (0, 2):
+            yield self._edited(f"mask token {token}", "mask-token", mask_token_id=token)
+        yield self._weighted("draft layers swapped", "layer-order", self._layers_swapped)
+        yield self._weighted("weights rounded to 4 bits", "weights-quantised", rounded_to_4_bits)
+        yield self._weighted("a dead MLP", "weights-dead", self._dead_mlp)
+        yield self._other_target("target fine-tuned a little", 0.02)
+        yield self._other_target("a drafter of another target", None)
+        yield self._without_template()
+
+    def healthy(self) -> Iterator[Case]:
+        config = self._config
+        yield Case("as trained", None, self._target, self._source.path)
+        yield self._edited("without its record", None)
+        yield self._weighted(
+            "float32 weights", None, lambda w: {n: t.float() for n, t in w.items()}
+        )
+        yield self._written("speculators format", None, config, self._weights, "speculators")
+        wide = tuple(LayerAttention(config.max_positions) for _ in config.layers)
+        yield self._edited("a window wider than any text", None, layers=wide)
+        yield self._edited("fewer positions", None, max_positions=2048)
+        for number, share in enumerate((0.002, 0.005, 0.01)):
+            noisy = noise_of(share, number)
+            yield self._weighted(f"weights with {share:.1%} noise", None, noisy)
+        yield self._edited("a block of 6", None, block_size=6)
+
+    def _edited(self, name: str, cause: str | None, **fields: Any) -> Case:
+        return self._written(name, cause, replace(self._config, **fields), self._weights)
+
+    def _weighted(self, name: str, cause: str | None, change: Callable[[Weights], Weights]) -> Case:
+        return self._written(name, cause, self._config, change(dict(self._weights)))
+
+    def _written(
+        self,
+        name: str,
+        cause: str | None,
+        config: DrafterConfig,
+        weights: Weights,
+        to: Any = "zlab",
+    ) -> Case:
+        path = self._folder / name.replace(" ", "-").replace("%", "")
+        write_checkpoint(path, weights, config, to, target_name=str(self._target))
+        return Case(name, cause, self._target, path)
+
+    def _taps_reversed(self, weights: Weights) -> Weights:
+        return self._taps(weights, lambda parts: parts[::-1])
+
+    def _taps_swapped(self, weights: Weights) -> Weights:
+        return self._taps(weights, lambda parts: [*parts[:-2], parts[-1], parts[-2]])
+
+    def _taps(self, weights: Weights, order: Callable[[list[Tensor]], list[Tensor]]) -> Weights:
+        parts = list(torch.split(weights["fc.weight"], self._config.context_size, dim=1))
+        return {**weights, "fc.weight": torch.cat(order(parts), dim=1)}
+
+    def _layers_swapped(self, weights: Weights) -> Weights:
+        other = {"0": "1", "1": "0"}
+        swapped = {}
+        for name, tensor in weights.items():
+            first, _, rest = name.partition(".")
+            number, _, rest = rest.partition(".")
+            is_layer = first == "layers" and number in other
+            swapped[f"layers.{other[number]}.{rest}" if is_layer else name] = tensor
+        return swapped
+
+    def _dead_mlp(self, weights: Weights) -> Weights:
+        name = "layers.1.mlp.down_proj.weight"
+        return {**weights, name: torch.zeros_like(weights[name])}
+
+    def _other_target(self, name: str, share: float | None) -> Case:
+        """The target with noise, or turned in its hidden space so that it says the same."""
+        path = self._folder / name.replace(" ", "-")
+        shutil.copytree(self._target, path)
+        file = path / "model.safetensors"
+        weights = load_file(file)
+        file.unlink()
+        changed = turned(weights) if share is None else noise_of(share, 0)(weights)
+        save_file(changed, file, metadata={"format": "pt"})
+        return Case(name, "other-target", path, self._source.path)
+
+    def _without_template(self) -> Case:
+        path = self._folder / "without-a-template"
+        shutil.copytree(self._target, path)
+        for file in path.glob("chat_template*"):
+            file.unlink()
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings.pop("chat_template", None)
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        return Case("chat template missing", "chat-template-missing", path, self._source.path)
+
+
+def noise_of(share: float, seed: int) -> Callable[[Weights], Weights]:
+    def noisy(weights: Weights) -> Weights:
+        generator = torch.Generator().manual_seed(seed)
+        changed = {}
+        for name, tensor in weights.items():
+            size = tensor.float().std() * share if tensor.dim() == 2 else 0.0
+            noise = torch.randn(tensor.shape, generator=generator) * size
+            changed[name] = (tensor.float() + noise).to(tensor.dtype)
+        return changed
+
+    return noisy
+
+
+def rounded_to_4_bits(weights: Weights) -> Weights:
+    """Symmetric, in groups of 32 columns, as weight-only quantisers do."""
+    changed = dict(weights)
+    for name, tensor in weights.items():
+        if tensor.dim() == 2:
+            groups = tensor.float().unflatten(1, (-1, 32))
+            scale = groups.abs().amax(-1, keepdim=True) / 7
+            rounded = (groups / scale.clamp(min=1e-12)).round().clamp(-8, 7) * scale
+            changed[name] = rounded.flatten(1).to(tensor.dtype)
+    return changed
+
+
+def turned(weights: Weights) -> Weights:
+    """Another model that says the same: its hidden dimensions are in another order."""
+    width = weights["model.embed_tokens.weight"].shape[1]
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
+    writes = ("o_proj.weight", "down_proj.weight")
+    changed = {}
+    for name, tensor in weights.items():
+        if name.endswith(writes):
+            changed[name] = tensor[order].contiguous()
+        elif tensor.shape[-1] == width:
+            changed[name] = tensor[..., order].contiguous()
+        else:
+            changed[name] = tensor
+    return changed
+
+
+def summary(faults: list[dict[str, Any]], healthy: list[dict[str, Any]]) -> dict[str, Any]:
+    costly = [f for f in faults if f["acceptance"] is None or f["effect"] <= -SMALL_EFFECT]
+    repaired = [f for f in faults if f["repaired"] is not None]
+    return {
+        "faults": len(faults),
+        "faults_that_cost_2_percent": len(costly),
+        "of_these_found": sum(bool(f["named"]) for f in costly),
+        "right_cause_first": sum(f["named"][:1] == [f["cause"]] for f in faults),
+        "repaired": len(repaired),
+        "healthy": len(healthy),
+        "false_alarms": sum(bool(h["named"]) for h in healthy),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    whole = result["healthy_acceptance"]
+    rows = []
+    for fault in result["faults"]:
+        length, repaired = fault["acceptance"], fault["repaired"]
+        cost = "does not start" if length is None else f"{length:.2f} ({fault['effect']:+.1%})"
+        back = "" if repaired is None else f"{repaired:.2f} ({repaired / whole:.0%})"
+        first = fault["named"][0] if fault["named"] else "nothing"
+        rows.append(f"| {fault['name']} | {cost} | {first} | {back} |")
+    names = ", ".join(h["name"] for h in result["healthy"])
+    return f"""# What `leadout check` finds
+
+Faults seeded into a real pair, SmolLM2-135M-Instruct and its drafter, one at a time. Without a
+fault the acceptance length on these prompts is {whole:.2f}. Made by `scripts/check_bench.py`;
+numbers from `{"results/check/faults.json"}`.
+
+| fault | acceptance length | named first | after the repair |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+Healthy variants, none of which may raise an alarm: {names}. Alarms:
+{result["summary"]["false_alarms"]} of {result["summary"]["healthy"]}.
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""`leadout check` as a function: files, then engine and reference on the same prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from leadout.check import lossless, parity
+from leadout.check.baseline import compared, read_baseline
+from leadout.check.engines import Answers, Prompts, run_engines
+from leadout.check.findings import Finding, Gravity, by_weight, verdict_of
+from leadout.check.fix import write_fixed
+from leadout.check.modes import mode_findings, other_modes
+from leadout.check.offline import Examination, examine, make_probe
+from leadout.check.probe import Text
+from leadout.check.prompts import check_prompts
+from leadout.check.reference import load_target
+from leadout.check.request import CheckError, CheckRequest, Progress
+from leadout.check.result import CheckResult, OfflineAcceptance, ServedAcceptance
+from leadout.check.static import static_findings
+from leadout.check.tokens import read_token_files
+from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.data.chat import Chat
+from leadout.engine.folders import local_folder
+from leadout.pairing import TargetFacts, read_target
+from leadout.version import installed_versions
+
+MAX_TOKENS = 96
+MAX_PROMPT = 1200
+LARGEST_DIFFERENCE = 0.05  # between offline and served acceptance length
+MOST_MASK_CANDIDATES = 12
+
+
+def check(request: CheckRequest, progress: Progress) -> CheckResult:
+    began = time.monotonic()
+    target, drafter = local_folder(request.target), local_folder(request.drafter)
+    result = CheckResult(
+        target=request.target,
+        drafter=request.drafter,
+        static_only=request.static_only,
+        verdict=verdict_of([]),
+        findings=static_findings(
+            target,
+            drafter,
+            target_name=request.target,
+            draft_tokens=request.draft_tokens,
+            dtype=request.dtype,
+            thinking=request.thinking,
+        ),
+        versions=installed_versions(),
+        date=datetime.now(UTC).date().isoformat(),
+    )
+    # What the files refuse already would not start; there is nothing to measure then.
+    if not request.static_only and not any(f.gravity is Gravity.UNFIT for f in result.findings):
+        result = _measured(result, Pairing(target, drafter, request), progress)
+    if request.baseline is not None:
+        result = compared(result, read_baseline(request.baseline))
+    findings = by_weight(result.findings)
+    return result.model_copy(
+        update={
+            "findings": findings,
+            "verdict": verdict_of(findings),
+            "seconds": time.monotonic() - began,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The pair under check, as folders."""
+
+    target: Path
+    drafter: Path
+    request: CheckRequest
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return read_checkpoint(self.drafter)
+
+    @property
+    def facts(self) -> TargetFacts:
+        return read_target(self.target, self.request.target)
+
+    @property
+    def dtype(self) -> str:
+        """`auto` as vLLM understands it: the target's own precision."""
+        if self.request.dtype != "auto":
+            return self.request.dtype
+        from transformers import AutoConfig
+
+        stated = AutoConfig.from_pretrained(self.target).get_text_config().dtype
+        return str(stated or torch.float32).removeprefix("torch.")
+
+
+def _measured(result: CheckResult, pair: Pairing, progress: Progress) -> CheckResult:
+    checkpoint, facts, request = pair.checkpoint, pair.facts, pair.request
+    draft_tokens = request.draft_tokens or checkpoint.config.max_draft_tokens
+    longest = min(facts.max_positions or MAX_PROMPT, checkpoint.config.max_positions)
+    most = min(longest - MAX_TOKENS - draft_tokens, MAX_PROMPT)
+    chat = Chat(pair.target, request.thinking)
+    prompts = check_prompts(request.prompts, chat, most)
+    if not any(prompts.values()):
+        raise CheckError(
+            f"--prompts: found none of at most {most} tokens, wanted some; give shorter ones"
+        )
+    modes = other_modes(request.prompts, pair.target, chat, most)
+    longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
+    precision: torch.dtype = getattr(torch, pair.dtype)
+    runs = run_engines(
+        pair.target,
+        pair.drafter,
+        prompts,
+        max_tokens=MAX_TOKENS,
+        draft_tokens=draft_tokens,
+        max_length=longest_prompt + MAX_TOKENS + draft_tokens,
+        dtype=precision,
+        bare_only=modes,
+        report=_reporter(progress, 3 + 3 * len(prompts) + len(modes)),
+    )
+    model = load_target(pair.target, precision)
+    done = progress.stage("engine against reference", 2)
+    same_drafts = parity.compare(pair.target, pair.drafter, model, runs.recorded, precision)
+    done()
+    same_texts = lossless.compare_answers(
+        model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
+    )
+    done()
+    answered = _texts(prompts, runs.bare)
+    texts = [t for part in answered.values() for t in part if len(t.answer) > draft_tokens]
+    probe = make_probe(pair.target, model, facts, checkpoint.config, texts, precision, progress)
+    masks = mask_candidates(pair.target, facts.vocab_size)
+    found = examine(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
+    proofs = (lossless.finding_of(same_texts), parity.finding_of(same_drafts))
+    findings = [
+        *result.findings,
+        *(finding for finding in proofs if finding is not None),
+        *found.findings,
+        *mode_findings(
+            pair.target,
+            model,
+            checkpoint,
+            draft_tokens,
+            _texts(modes, runs.bare),
+            found.offline,
+            precision,
+        ),
+        *served_findings(found.offline, runs.served[0]),
+    ]
+    if request.fix is not None:
+        findings.append(_fixed(pair, found, request.fix))
+    return result.model_copy(
+        update={
+            "findings": findings,
+            "draft_tokens": draft_tokens,
+            "offline": found.offline,
+            "served": runs.served,
+            "parity": same_drafts,
+            "lossless": same_texts,
+            "tried": found.tried,
+        }
+    )
+
+
+def _reporter(progress: Progress, pieces: int) -> Callable[[str], None]:
+    step = progress.stage("vLLM with and without the drafter", pieces)
+    return lambda done: step()
+
+
+def _texts(prompts: Prompts, answers: Answers) -> dict[str, list[Text]]:
+    return {
+        name: [Text(name, *pair) for pair in zip(part, answers[name], strict=True)]
+        for name, part in prompts.items()
+    }
+
+
+def mask_candidates(target: Path, vocab_size: int) -> list[int]:
+    """Tokens that a trainer may have taken for the mask: special ones, and the first free row."""
+    files = read_token_files(target, [])
+    if files is None:
+        return []
+    special = sorted({*files.special, *files.roles})
+    free = [number for number in (max(files.tokens, default=-1) + 1,) if number < vocab_size]
+    return [*free, *special][:MOST_MASK_CANDIDATES]
+
+
+def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> list[Finding]:
+    """One definition on both sides, so the numbers must be near each other."""
+    expected = offline.overall.length.value
+    difference = served.length / expected - 1
+    if abs(difference) <= LARGEST_DIFFERENCE:
+        return []
+    return [
+        Finding(
+            name="served-differs",
+            gravity=Gravity.UNFIT if difference < 0 else Gravity.DOUBTFUL,
+            message=(
+                f"vLLM serves an acceptance length of {served.length:.3f}, the reference has "
+                f"{expected:.3f} on the same prompts ({difference:+.1%}), wanted at most "
+                f"{LARGEST_DIFFERENCE:.0%} between them"
+            ),
+            evidence={"served": served.length, "offline": expected},
+            remedy="Engine and drafter do not compute the same; see what parity says.",
+        )
+    ]
+
+
+def _fixed(pair: Pairing, found: Examination, out: Path) -> Finding:
+    if found.repair is None:
+        return Finding(
+            name="nothing-to-fix",
+            gravity=Gravity.NOTE,
+            message=f"--fix {out}: found no edit that raises acceptance, so nothing was written",
+            remedy="None needed.",
+        )
+    write_fixed(pair.drafter, found.repair, out, pair.facts.num_layers)
+    return Finding(
+        name="fixed",
+        gravity=Gravity.NOTE,
+        message=f"wrote {out} with the edit: {found.repair.edit}",
+        remedy=f"Check it again: leadout check {pair.request.target} {out}",
+    )

@@ -1,0 +1,211 @@
+"""Whether the engine drafts what the reference drafts, and which tensor parts first if not.
+
+Two questions about the same few blocks. The drafts are compared from end to end: the engine's with
+those of the reference after its own target. The tensors are compared stage by stage: the target's
+states with those of transformers, and everything after them with a reference drafter that is fed
+the engine's target states, so that the roundings of a deep target do not blur what the drafter
+makes of them.
+
+A difference is the distance of two rows, of one token or slot, relative to the length of the
+reference's row: the huge values that a few tokens carry hide nothing in the others. Of the
+drafter's tensors the worst row counts. Of the target's states the mean does, as a deep target
+magnifies the rounding of single tokens tenfold, while a wrong layer shows in every token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from leadout.check.findings import Finding, Gravity
+from leadout.check.reference import (
+    FEATURES,
+    FINAL,
+    LOGITS,
+    Reference,
+    Tensors,
+    hidden_name,
+    keys_name,
+    names_in_order,
+    state_name,
+    values_name,
+)
+from leadout.check.result import Parity
+from leadout.checkpoints import load_drafter
+from leadout.dflash.drafter import Drafter
+from leadout.dflash.target import Target
+from leadout.engine.recorded import RecordedText
+from leadout.train.borrowed import TargetFiles, borrow
+
+FARTHEST = 1e6  # also what NaN counts as
+
+# Float32: seen are 2e-5 in the states of a target of 30 layers, and 3e-6 in a drafter.
+FLOAT32 = 1e-4
+# Narrower types, the drafter: two ways to compute the same are about as far from the exact tensor
+# (seen: 0.7 to 1 times as far), so this multiple of the reference's distance is no rounding.
+SPREAD = 4.0
+# Narrower types, the target's states: every layer adds a rounding of up to half an eps to the
+# residual and as much by what it computes, and independent ones grow with the root of their number.
+# This is twice that sum; seen in bfloat16 is a fifth of it, and of the next layer's states, four
+# times as much.
+STATES_SPREAD = 2.0
+# Drafts from like tensors differ only by ties, which are few; from unlike ones, below a half is
+# hardly a drafter any more.
+LEAST_EQUAL, HARDLY_EQUAL = 0.75, 0.5
+
+
+def compare(
+    target: Path,
+    drafter: Path,
+    model: nn.Module,
+    recorded: Sequence[RecordedText],
+    precision: torch.dtype,
+) -> Parity:
+    """`model` is the target in transformers; engine and model ran in this precision."""
+    rounded = _Pair(target, drafter, precision)
+    exact = _Pair(target, drafter, torch.float32)
+    config = exact.drafter.config
+    observed = Target(model, config.target_layer_ids)
+    differences, noise = _Largest(), _Largest()
+    blocks = drafts = equal = 0
+    for text in recorded:
+        own_states = observed.states(text.tokens[None])[0]  # [length, taps * width]
+        given = text.context.positions
+        of_engine = _by_tap(text.context.states, observed)
+        for name, part in _by_tap(own_states[given], observed).items():
+            differences.note(name, float(distances(of_engine[name], part).mean()))
+        states = own_states.clone()
+        states[given] = text.context.states
+        wanted = list(exact.tensors(text, states))
+        noise.compare(rounded.tensors(text, states), wanted)
+        differences.compare(_of_engine(text, exact.drafter), wanted)
+        for block, guesses in zip(text.blocks, rounded.drafts(text, own_states), strict=True):
+            blocks += 1
+            drafts += len(block.drafts)
+            equal += int((guesses == block.drafts).sum())
+    found = {name: differences.found[name] for name in names_in_order(config)}
+    allowed = {
+        **{state_name(layer): allowed_in_states(layer, precision) for layer in observed.layer_ids},
+        **{name: allowed_in_drafter(worst, precision) for name, worst in noise.found.items()},
+    }
+    return Parity(
+        blocks=blocks,
+        drafts=drafts,
+        equal_drafts=equal,
+        first_difference=next((name for name in found if found[name] > allowed[name]), None),
+        differences=found,
+        allowed={name: allowed[name] for name in found},
+    )
+
+
+def allowed_in_states(layer_id: int, precision: torch.dtype) -> float:
+    if precision == torch.float32:
+        return FLOAT32
+    return STATES_SPREAD * torch.finfo(precision).eps * math.sqrt(layer_id + 1)
+
+
+def allowed_in_drafter(noise: float, precision: torch.dtype) -> float:
+    """`noise` is how far the reference itself is from the exact tensor in this precision."""
+    if precision == torch.float32:
+        return FLOAT32
+    return max(SPREAD * noise, torch.finfo(precision).eps)
+
+
+def finding_of(parity: Parity) -> Finding | None:
+    share = parity.equal_drafts / max(parity.drafts, 1)
+    name = parity.first_difference
+    if name is None and share >= LEAST_EQUAL:
+        return None
+    if name is None:
+        cause = "all tensors are alike, but the tokens taken from the logits are not"
+    else:
+        cause = (
+            f"the first tensor that differs is {name}: by {parity.differences[name]:.2g} of its "
+            f"size, where rounding explains {parity.allowed[name]:.2g}"
+        )
+    return Finding(
+        name="engine-parity",
+        gravity=Gravity.UNFIT if share < HARDLY_EQUAL else Gravity.DOUBTFUL,
+        message=(
+            f"vLLM drafts otherwise than the reference: {parity.equal_drafts} of {parity.drafts} "
+            f"drafts are equal, and {cause}"
+        ),
+        evidence={
+            "equal_drafts": parity.equal_drafts,
+            "drafts": parity.drafts,
+            "first_difference": name or "drafts",
+        },
+        remedy=(
+            "Serve with Leadout's drafter class (LEADOUT_PLUGIN not 0) on a supported vLLM; if "
+            "it is so already, report this result: the engine computes another drafter than was "
+            "trained."
+        ),
+    )
+
+
+class _Pair:
+    """The reference drafter in one precision, with what it borrows."""
+
+    def __init__(self, target: Path, drafter: Path, precision: torch.dtype) -> None:
+        self.drafter = load_drafter(drafter, precision)
+        self._borrowed = borrow(TargetFiles(target), precision, torch.device("cpu"))
+
+    def tensors(self, text: RecordedText, states: Tensor) -> Iterator[Tensors]:
+        """Of the context, then of each block, by the names of the reference."""
+        reference = Reference(self.drafter, self._borrowed, states)
+        yield reference.context(text.context.positions)
+        for block in text.blocks:
+            anchor = int(block.anchor)
+            yield reference.block(anchor, int(text.tokens[anchor]), len(block.drafts))
+
+    def drafts(self, text: RecordedText, states: Tensor) -> Iterator[Tensor]:
+        _, *blocks = self.tensors(text, states)
+        for tensors in blocks:
+            yield self.drafter.to_target_ids(tensors[LOGITS].argmax(dim=-1))
+
+
+def _of_engine(text: RecordedText, drafter: Drafter) -> Iterator[Tensors]:
+    context = text.context
+    tensors = {FEATURES: context.features}
+    for layer, (keys, values) in enumerate(zip(context.keys, context.values, strict=True)):
+        tensors |= {keys_name(layer): keys, values_name(layer): values}
+    yield tensors
+    own_tokens = drafter.to_target_ids(torch.arange(drafter.config.head_rows))
+    for block in text.blocks:
+        yield {
+            **{hidden_name(layer): hidden for layer, hidden in enumerate(block.hidden)},
+            FINAL: block.final[1:],
+            LOGITS: block.logits[:, own_tokens],
+        }
+
+
+def _by_tap(states: Tensor, target: Target) -> Tensors:
+    parts = torch.split(states, target.hidden_size, dim=-1)
+    return {state_name(i): part for i, part in zip(target.layer_ids, parts, strict=True)}
+
+
+class _Largest:
+    """The largest difference of each tensor so far."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def compare(self, parts: Iterable[Tensors], wanted: Iterable[Tensors]) -> None:
+        for tensors, references in zip(parts, wanted, strict=True):
+            for name, reference in references.items():
+                self.note(name, float(distances(tensors[name], reference).max()))
+
+    def note(self, name: str, difference: float) -> None:
+        self.found[name] = max(difference, self.found.get(name, 0.0))
+
+
+def distances(tensor: Tensor, reference: Tensor) -> Tensor:
+    """Of tensors [rows, ...], how far each row is from the reference's, relative to it, [rows]."""
+    rows = reference.float().flatten(1)
+    distance = (tensor.float().flatten(1) - rows).norm(dim=1)
+    relative: Tensor = distance / rows.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    return relative.nan_to_num(nan=FARTHEST).clamp(max=FARTHEST)

@@ -1,0 +1,142 @@
+"""One pass of the target over some texts, and any drafter's acceptance along them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from leadout.check.acceptance import Gain, TextAcceptance, paired_gain
+from leadout.check.hypotheses import Variant
+from leadout.dflash.config import DrafterConfig
+from leadout.dflash.drafter import Drafter
+from leadout.dflash.target import Observation, Target
+from leadout.train.borrowed import Borrowed, TargetFiles, borrow
+from leadout.train.forward import BlockForward
+from leadout.train.sequences import TrainingSequence
+from leadout.train.states import ComputedStates, Indexed
+from leadout.train.validate import accepted_drafts, along_decoding
+
+Report = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and the target's own greedy continuation."""
+
+    prompt_set: str
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+class Probe:
+    """Texts with the target's states at every layer that a hypothesis may ask for.
+
+    `model` is the target in transformers, in this precision.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        model: nn.Module,
+        texts: Sequence[Text],
+        layer_ids: Iterable[int],
+        precision: torch.dtype,
+        report: Report = lambda: None,
+    ) -> None:
+        self._texts = texts
+        self._layer_ids = sorted(set(layer_ids))
+        self.borrowed: Borrowed = borrow(TargetFiles(target), precision, torch.device("cpu"))
+        source = ComputedStates(lambda: Target(model, self._layer_ids))
+        self._sequences: list[Indexed] = []
+        self._observed: list[Observation] = []
+        for number, text in enumerate(texts):
+            tokens = torch.tensor([*text.prompt, *text.answer])
+            sequence = TrainingSequence(str(number), text.prompt_set, tokens, len(text.prompt))
+            self._sequences.append((number, sequence))
+            self._observed.append(source.observe([(number, sequence)]))
+            report()
+
+    @property
+    def longest(self) -> int:
+        return max(len(sequence) for _, sequence in self._sequences)
+
+    def acceptance(self, drafter: Drafter, normed_last_tap: bool = False) -> list[TextAcceptance]:
+        """What the drafter accepts along every text."""
+        source = _ChosenTaps(self, drafter.config.target_layer_ids, normed_last_tap)
+        found = accepted_drafts(
+            BlockForward(drafter, self.borrowed.embedding),
+            self.borrowed,
+            source,
+            self._sequences,
+            drafter.config.block_size,
+        )
+        return [
+            TextAcceptance(
+                text.prompt_set, len(text.prompt), each.counts, along_decoding(each.counts)
+            )
+            for text, each in zip(self._texts, found, strict=True)
+        ]
+
+    def states_of(
+        self, number: int, layer_ids: Sequence[int], normed_last_tap: bool
+    ) -> Observation:
+        states, final = self._observed[number]
+        width = final.shape[-1]
+        parts = dict(zip(self._layer_ids, torch.split(states, width, dim=-1), strict=True))
+        chosen = [parts[layer] for layer in layer_ids]
+        if normed_last_tap:
+            chosen[-1] = final
+        return Observation(torch.cat(chosen, dim=-1), final)
+
+
+class _ChosenTaps:
+    """The probe's states as one drafter taps them."""
+
+    def __init__(self, probe: Probe, layer_ids: Sequence[int], normed_last_tap: bool) -> None:
+        self._probe = probe
+        self._layer_ids = layer_ids
+        self._normed_last_tap = normed_last_tap
+
+    def observe(self, sequences: Sequence[Indexed]) -> Observation:
+        ((number, _),) = sequences
+        return self._probe.states_of(number, self._layer_ids, self._normed_last_tap)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a variant would gain."""
+
+    variant: Variant
+    gain: Gain
+
+
+def try_variants(
+    probe: Probe,
+    weights: Mapping[str, Tensor],
+    before: Sequence[TextAcceptance],
+    variants: Iterable[Variant],
+    report: Report = lambda: None,
+) -> list[Trial]:
+    """Every variant on the same positions as the drafter as it is, the best first."""
+    trials = []
+    for variant in variants:
+        changed = dict(weights) if variant.weights is None else variant.weights(weights)
+        drafter = drafter_of(variant.config, changed)
+        after = probe.acceptance(drafter, variant.normed_last_tap)
+        gain = paired_gain(
+            [each.at_positions for each in before], [each.at_positions for each in after]
+        )
+        trials.append(Trial(variant, gain))
+        report()
+    return sorted(trials, key=lambda trial: -trial.gain.after)
+
+
+def drafter_of(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Drafter:
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    drafter.load_state_dict(dict(weights), assign=True)
+    return drafter

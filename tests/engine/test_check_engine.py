@@ -1,0 +1,125 @@
+"""What a check asks of vLLM: equal drafts and texts of a right pair, and a real fault named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from leadout.check import lossless, parity
+from leadout.check.engines import EngineRuns, run_engines
+from leadout.check.reference import load_target
+from leadout.engine.plugin import SWITCH
+from leadout.engine.recorded import read_texts
+from leadout.engine.session import Recording, SessionRequest, run_session_apart
+from support.drafters import TINY_DRAFTER, write_random_drafter
+from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
+
+K = TINY_DRAFTER.max_draft_tokens
+PROMPTS = {
+    "some": [[5, 9, 2, 44, 7, 7, 31, 200, 13], [60, 61, 62, 30]],
+    "more": [list(range(100, 140))],
+}
+TOKENS, LENGTH = 24, 256
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    config = replace(TINY_DRAFTER, target_num_layers=6, mask_token_id=MASK_TOKEN)
+    target = write_tiny_chat_target(folder / "target")
+    return target, write_random_drafter(folder / "drafter", config)
+
+
+@pytest.fixture(scope="module")
+def model(pair: tuple[Path, Path]) -> nn.Module:
+    return load_target(pair[0], torch.float32)
+
+
+@pytest.fixture(scope="module")
+def heard() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def runs(pair: tuple[Path, Path], heard: list[str]) -> EngineRuns:
+    return run_engines(
+        *pair,
+        PROMPTS,
+        max_tokens=TOKENS,
+        draft_tokens=K,
+        max_length=LENGTH,
+        dtype=torch.float32,
+        report=heard.append,
+    )
+
+
+def test_a_right_pair_drafts_as_the_reference_does(
+    pair: tuple[Path, Path], model: nn.Module, runs: EngineRuns
+) -> None:
+    found = parity.compare(*pair, model, runs.recorded, torch.float32)
+    assert found.blocks == 3 * 3
+    assert found.drafts == found.equal_drafts == 9 * K
+    assert found.first_difference is None
+    assert 0 < max(found.differences.values()) < 1e-5
+    assert parity.finding_of(found) is None
+    # Every token before the last anchor has been heard, so nothing went uncompared.
+    for text in runs.recorded:
+        assert text.context.positions.tolist() == list(range(int(text.blocks[-1].anchor)))
+
+
+def test_speculation_does_not_change_the_text(model: nn.Module, runs: EngineRuns) -> None:
+    assert [len(answers) for answers in runs.bare.values()] == [2, 1]
+    found = lossless.compare_answers(
+        model, PROMPTS, runs.bare, runs.speculative, torch.float32, K + 1
+    )
+    assert (found.texts, found.equal_texts) == (3, 3)
+    assert lossless.finding_of(found) is None
+
+
+def test_acceptance_is_counted_by_set_greedy_and_sampled(
+    runs: EngineRuns, heard: list[str]
+) -> None:
+    greedy, sampled = runs.served
+    assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
+    for served in (greedy, sampled):
+        assert list(served.by_set) == ["some", "more"]
+        assert len(served.by_position) == K
+    # Every text has one token of the prefill, and one or more of every step.
+    written = sum(len(answer) - 1 for each in runs.speculative.values() for answer in each)
+    assert 0 < greedy.steps <= written <= greedy.steps * greedy.length + K * 3
+    assert heard[0] == "with drafter: vLLM has started"
+    assert "with drafter: more at temperature 1" in heard
+    assert heard[-1] == "without drafter: more at temperature 0"
+
+
+def test_vllms_own_class_on_cpus_is_told_by_the_first_wrong_tensor(
+    pair: tuple[Path, Path],
+    model: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It norms the context keys of every layer by the first layer's norm.
+    monkeypatch.setenv(SWITCH, "0")
+    target, drafter = pair
+    path = tmp_path / "drafts.safetensors"
+    request = SessionRequest(
+        target=str(target),
+        drafter=str(drafter),
+        draft_tokens=K,
+        prompts={},
+        max_tokens=TOKENS,
+        max_length=LENGTH,
+        dtype="float32",
+        recording=Recording(prompts=PROMPTS["some"], blocks=3, path=path),
+    )
+    run_session_apart(request, lambda _: None)
+    found = parity.compare(target, drafter, model, read_texts(path), torch.float32)
+    assert found.first_difference == "layer 1 context keys"
+    assert found.differences["layer 1 context keys"] > 0.05
+    finding = parity.finding_of(found)
+    assert finding is not None
+    assert "layer 1 context keys" in finding.message

@@ -1,0 +1,101 @@
+"""Results of checks that never ran, for tables, pages and comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leadout.check.acceptance import AcceptanceTable, Interval
+from leadout.check.findings import Finding, Gravity, Verdict
+from leadout.check.result import (
+    CheckResult,
+    Divergence,
+    Lossless,
+    OfflineAcceptance,
+    Parity,
+    ServedAcceptance,
+    Tried,
+)
+
+SETS = ("code", "chat", "math")
+
+
+def interval(value: float, half: float = 0.1) -> Interval:
+    return Interval(value=value, low=value - half, high=value + half)
+
+
+def table(length: float, half: float = 0.1, texts: int = 16) -> AcceptanceTable:
+    shares = [0.7, 0.45, 0.3]
+    return AcceptanceTable(
+        texts=texts,
+        steps=texts * 40,
+        length=interval(length, half),
+        by_position=[interval(share, 0.03) for share in shares],
+    )
+
+
+def offline(
+    length: float = 2.4, half: float = 0.1, sets: dict[str, AcceptanceTable] | None = None
+) -> OfflineAcceptance:
+    by_set = {name: table(length + 0.2 * place, 2 * half) for place, name in enumerate(SETS)}
+    return OfflineAcceptance(
+        overall=table(length, half, texts=48),
+        by_set=by_set if sets is None else sets,
+        by_context={"up to 255": table(length, half), "256 to 511": table(length - 0.2, half)},
+    )
+
+
+def served(length: float, temperature: float) -> ServedAcceptance:
+    return ServedAcceptance(
+        temperature=temperature,
+        steps=2010,
+        length=length,
+        by_position=[0.68, 0.44, 0.31],
+        by_set={name: length + 0.1 * place for place, name in enumerate(SETS)},
+    )
+
+
+def tried(cause: str, after: float) -> Tried:
+    return Tried(
+        cause=cause,
+        edit=f"{cause}: 1 -> 2",
+        before=2.4,
+        after=after,
+        difference=interval(after - 2.4, 0.05),
+    )
+
+
+def finding(gravity: Gravity = Gravity.DOUBTFUL, **fields: Any) -> Finding:
+    given = {"name": "rope", "message": "found theta 1, wanted 2", "remedy": "Mend it."}
+    return Finding(gravity=gravity, **(given | fields))
+
+
+def whole_result(**fields: Any) -> CheckResult:
+    given: dict[str, Any] = {
+        "target": "owner/tiny-target",
+        "drafter": "drafters/tiny-drafter",
+        "static_only": False,
+        "verdict": Verdict.FIT,
+        "findings": [],
+        "draft_tokens": 3,
+        "offline": offline(),
+        "served": [served(2.38, 0.0), served(2.11, 0.8)],
+        "parity": Parity(
+            blocks=12,
+            drafts=36,
+            equal_drafts=35,
+            first_difference="layer 1 context keys",
+            differences={"layer 1 context keys": 3e-3},
+            allowed={"layer 1 context keys": 1e-3},
+        ),
+        "lossless": Lossless(
+            texts=20,
+            equal_texts=19,
+            divergences=[Divergence(prompt_set="chat", position=17, logit_gap=0.0123)],
+            largest_allowed_gap=0.06,
+        ),
+        "tried": [tried("rope-theta", 2.7), tried("window", 2.3), tried("mask-token", 1.4)],
+        "seconds": 93.4,
+        "versions": {"leadout": "0.1", "torch": "2.13.0"},
+        "date": "2026-11-15",
+    }
+    return CheckResult(**(given | fields))
