@@ -46,8 +46,8 @@ from leadout.pairing import read_target
 from leadout.provenance import Provenance
 
 PRECISION = torch.bfloat16
-TOKENS = 80
-PROMPTS_PER_SET = 8
+TOKENS = 64
+PROMPTS_PER_SET = 5
 SMALL_EFFECT = 0.02  # below this a fault need not be found
 Weights = dict[str, Tensor]
 

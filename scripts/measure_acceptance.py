@@ -59,17 +59,13 @@ def main() -> None:
 def serve(arguments: Any) -> dict[str, dict[str, Any]]:
     chat = Chat(arguments.target)
     count = load_drafter(arguments.drafter).config.max_draft_tokens
-    speculation = {
-        "method": "dflash",
-        "model": str(arguments.drafter),
-        "num_speculative_tokens": count,
-    }
     engine = TextEngine(
         str(arguments.target),
         max_length=MAX_LENGTH,
         max_requests=16,
         dtype="bfloat16",
-        speculation=speculation,
+        drafter=str(arguments.drafter),
+        draft_tokens=count,
     )
     found: dict[str, dict[str, Any]] = {}
     for source in track(arguments.prompts, description="served"):

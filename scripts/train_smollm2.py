@@ -45,13 +45,15 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
     arguments = parser.parse_args()
-    make_data(arguments.target, arguments.prompts, arguments.work / "data")
+    if count_samples(arguments.work / "data") < SAMPLES:
+        make_data(arguments.target, arguments.prompts, arguments.work / "data")
     train(arguments.target, arguments.work)
     drafter = arguments.work / "train" / "drafter"
     measured = arguments.work / "acceptance.json"
     sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
-    script = ROOT / "scripts" / "measure_acceptance.py"
-    run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
+    if not measured.exists():
+        script = ROOT / "scripts" / "measure_acceptance.py"
+        run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
     shutil.rmtree(SHIPPED, ignore_errors=True)
     shutil.copytree(drafter, SHIPPED)
     write_result(arguments.work, json.loads(measured.read_text())["sets"])

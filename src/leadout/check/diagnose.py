@@ -30,14 +30,17 @@ def layers_needed(config: DrafterConfig, target_layers: int) -> set[int]:
 def findings_of(trials: Sequence[Trial]) -> list[Finding]:
     """One finding for each cause whose undoing raises acceptance, the largest gain first."""
     found: dict[str, Finding] = {}
+    whole = max((trial.texts for trial in trials), default=0)
     for trial in trials:  # the best first
+        if trial.texts < whole:
+            continue  # only screened: few texts make large gains by chance
         cause = trial.variant.cause
         gain = trial.gain
         if cause in found or not gain.is_significant or gain.relative < SMALLEST_GAIN:
             continue
         found[cause] = Finding(
             name=cause,
-            gravity=Gravity.UNFIT if gain.relative >= GRAVE_GAIN else Gravity.DOUBTFUL,
+            gravity=_gravity(trial),
             message=(
                 f"{trial.variant.edit} raises acceptance from {gain.before:.3f} to "
                 f"{gain.after:.3f} on the same positions ({gain.relative:+.1%})"
@@ -49,11 +52,18 @@ def findings_of(trials: Sequence[Trial]) -> list[Finding]:
 
 
 def repair_of(trials: Sequence[Trial]) -> Variant | None:
-    """The variant to write: the best one, if it gains enough."""
-    best = trials[0] if trials else None
-    if best is None or not best.gain.is_significant or best.gain.relative < SMALLEST_GAIN:
-        return None
-    return best.variant
+    """The variant to write: the best one that is no mere note, if it gains enough."""
+    for trial in trials:  # the best first
+        if _gravity(trial) is not Gravity.NOTE:
+            enough = trial.gain.is_significant and trial.gain.relative >= SMALLEST_GAIN
+            return trial.variant if enough else None
+    return None
+
+
+def _gravity(trial: Trial) -> Gravity:
+    if trial.gain.relative >= GRAVE_GAIN:
+        return Gravity.UNFIT
+    return Gravity.NOTE if trial.variant.may_be_meant else Gravity.DOUBTFUL
 
 
 def _evidence(trial: Trial) -> Evidence:

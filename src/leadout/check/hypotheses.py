@@ -30,6 +30,8 @@ class Variant:
     config: DrafterConfig
     weights: Callable[[Weights], dict[str, Tensor]] | None = None  # None: as they are
     normed_last_tap: bool = False  # the last layer's state as the target's head reads it
+    # The drafter may be as it was trained and still gain by this: no fault unless it gains much.
+    may_be_meant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ def window(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
                 "window",
                 f"sliding_window: {sizes} -> {size} in all layers",
                 replace(config, layers=layers),
+                # A drafter of short texts gains by a window at long ones, and has lost none.
+                may_be_meant=size is not None and not any(sizes),
             )
 
 

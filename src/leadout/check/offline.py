@@ -17,7 +17,7 @@ from leadout.check.acceptance import AcceptanceTable, TextAcceptance, tabulate
 from leadout.check.diagnose import findings_of, layers_needed, repair_of, variants_of
 from leadout.check.findings import Finding, Gravity
 from leadout.check.hypotheses import Surroundings, Variant
-from leadout.check.probe import Probe, Text, Trial, drafter_of, try_variants
+from leadout.check.probe import FINALISTS, Probe, Text, Trial, drafter_of, try_variants
 from leadout.check.request import Progress
 from leadout.check.result import OfflineAcceptance, Tried
 from leadout.checkpoints import Checkpoint, load_weights
@@ -80,7 +80,7 @@ def examine(
     now = probe.acceptance(drafter_of(config, weights))
     around = Surroundings(facts.num_layers, facts.rope, special_tokens, probe.longest)
     variants = variants_of(config, around)
-    report = progress.stage("known causes", len(variants))
+    report = progress.stage("known causes", len(variants) + min(FINALISTS, len(variants)))
     trials = try_variants(probe, weights, now, variants, report)
     repair = repair_of(trials)
     if repair is not None:
@@ -88,10 +88,12 @@ def examine(
         repair = replace(repair, config=whole)
     table = offline_table(now, draft_tokens)
     findings = findings_of(trials)
+    if all(finding.gravity is Gravity.NOTE for finding in findings):
+        findings += hardly_any(table.overall)
     return Examination(
         offline=table,
         tried=[_tried(trial) for trial in trials],
-        findings=findings or hardly_any(table.overall),
+        findings=findings,
         repair=repair,
     )
 
@@ -148,4 +150,5 @@ def _tried(trial: Trial) -> Tried:
         before=gain.before,
         after=gain.after,
         difference=gain.difference,
+        texts=trial.texts,
     )

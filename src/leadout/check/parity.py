@@ -50,7 +50,7 @@ FLOAT32 = 1e-4
 SPREAD = 4.0
 # Narrower types, the target's states: every layer adds a rounding of up to half an eps to the
 # residual and as much by what it computes, and independent ones grow with the root of their number.
-# This is twice that sum; seen in bfloat16 is a fifth of it, and of the next layer's states, four
+# This is twice that sum; seen in bfloat16 is a quarter of it, and of the next layer's states, four
 # times as much.
 STATES_SPREAD = 2.0
 # Drafts from like tensors differ only by ties, which are few; from unlike ones, below a half is

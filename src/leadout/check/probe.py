@@ -64,21 +64,23 @@ class Probe:
     def longest(self) -> int:
         return max(len(sequence) for _, sequence in self._sequences)
 
-    def acceptance(self, drafter: Drafter, normed_last_tap: bool = False) -> list[TextAcceptance]:
-        """What the drafter accepts along every text."""
+    def acceptance(
+        self, drafter: Drafter, normed_last_tap: bool = False, every: int = 1
+    ) -> list[TextAcceptance]:
+        """What the drafter accepts along every text, or along every second, third, ... of them."""
         source = _ChosenTaps(self, drafter.config.target_layer_ids, normed_last_tap)
         found = accepted_drafts(
             BlockForward(drafter, self.borrowed.embedding),
             self.borrowed,
             source,
-            self._sequences,
+            self._sequences[::every],
             drafter.config.block_size,
         )
         return [
             TextAcceptance(
                 text.prompt_set, len(text.prompt), each.counts, along_decoding(each.counts)
             )
-            for text, each in zip(self._texts, found, strict=True)
+            for text, each in zip(self._texts[::every], found, strict=True)
         ]
 
     def states_of(
@@ -108,31 +110,47 @@ class _ChosenTaps:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a variant would gain."""
+    """What a variant would gain, and on how many texts that was measured."""
 
     variant: Variant
     gain: Gain
+    texts: int
+
+
+SCREEN_EVERY = 3  # the texts on which every variant is tried
+FINALISTS = 6  # the variants that are tried on all texts
 
 
 def try_variants(
     probe: Probe,
     weights: Mapping[str, Tensor],
     before: Sequence[TextAcceptance],
-    variants: Iterable[Variant],
+    variants: Sequence[Variant],
     report: Report = lambda: None,
 ) -> list[Trial]:
-    """Every variant on the same positions as the drafter as it is, the best first."""
-    trials = []
-    for variant in variants:
+    """Every variant on the same positions as the drafter as it is: finalists, the best first.
+
+    All are tried on some of the texts, the most promising again on all of them.
+    """
+
+    def trial(variant: Variant, every: int) -> Trial:
         changed = dict(weights) if variant.weights is None else variant.weights(weights)
         drafter = drafter_of(variant.config, changed)
-        after = probe.acceptance(drafter, variant.normed_last_tap)
+        after = probe.acceptance(drafter, variant.normed_last_tap, every)
         gain = paired_gain(
-            [each.at_positions for each in before], [each.at_positions for each in after]
+            [each.at_positions for each in before[::every]], [each.at_positions for each in after]
         )
-        trials.append(Trial(variant, gain))
         report()
-    return sorted(trials, key=lambda trial: -trial.gain.after)
+        return Trial(variant, gain, len(after))
+
+    screened = _best_first(trial(variant, SCREEN_EVERY) for variant in variants)
+    finalists = _best_first(trial(each.variant, 1) for each in screened[:FINALISTS])
+    return [*finalists, *screened[FINALISTS:]]
+
+
+def _best_first(trials: Iterable[Trial]) -> list[Trial]:
+    """By the share gained: what the texts of a screening accept is not what all do."""
+    return sorted(trials, key=lambda trial: -trial.gain.relative)
 
 
 def drafter_of(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Drafter:

@@ -102,9 +102,6 @@ class Reference:
             LOGITS: drafter.logits(final[0, 1:], self._head),
         }
 
-    def drafts(self, logits: Tensor) -> Tensor:
-        return self._drafter.to_target_ids(logits.argmax(dim=-1))
-
     def _head(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self._borrowed.head.to(hidden.dtype))
 

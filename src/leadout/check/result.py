@@ -64,6 +64,7 @@ class Tried(_Record):
     before: float
     after: float
     difference: Interval
+    texts: int  # that it was tried on
 
 
 class CheckResult(_Record):

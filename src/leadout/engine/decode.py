@@ -48,19 +48,13 @@ class DecodeResult(BaseModel):
 
 def decode(request: DecodeRequest) -> DecodeResult:
     """In this process; one engine a process, for the counters are the process's."""
-    speculation = None
-    if request.drafter is not None:
-        speculation = {
-            "method": "dflash",
-            "model": request.drafter,
-            "num_speculative_tokens": request.draft_tokens,
-        }
     engine = TextEngine(
         request.target,
         max_length=request.max_length,
         max_requests=request.concurrency,
         dtype=request.dtype,
-        speculation=speculation,
+        drafter=request.drafter,
+        draft_tokens=request.draft_tokens,
     )
     asks = [
         Ask(str(number), prompt, request.max_tokens, request.temperature, seed=number)

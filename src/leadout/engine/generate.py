@@ -39,7 +39,7 @@ class Answer:
 
 
 class TextEngine:
-    """vLLM with a target and, if `speculation` is given, with a drafter before it."""
+    """vLLM with a target and, if one is given, with a drafter that guesses K tokens before it."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class TextEngine:
         max_requests: int,
         dtype: str = "auto",
         seed: int = 0,
-        speculation: dict[str, Any] | None = None,
+        drafter: str | None = None,
+        draft_tokens: int = 0,  # K
         eager: bool = False,
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -72,8 +73,8 @@ class TextEngine:
                 # Compilation takes minutes on a CPU; there vLLM's own kernels serve better.
                 enforce_eager=on_cpu or eager,
                 compilation_config={"custom_ops": ["all"]} if on_cpu else None,
-                speculative_config=speculation,
-                disable_log_stats=speculation is None,
+                speculative_config=_speculation(drafter, draft_tokens),
+                disable_log_stats=drafter is None,
             )
         except ValueError as problem:
             reason = " ".join(str(problem).split()).partition(" [type=")[0]
@@ -82,7 +83,7 @@ class TextEngine:
                 f"in {dtype})"
             ) from problem
         self._running = 0
-        self._has_counters = speculation is not None
+        self._has_counters = drafter is not None
 
     @property
     def running(self) -> int:
@@ -152,3 +153,9 @@ class TextEngine:
 
 def _draft_model(worker: Any) -> Any:
     return worker.get_draft_model()
+
+
+def _speculation(drafter: str | None, draft_tokens: int) -> dict[str, Any] | None:
+    if drafter is None:
+        return None
+    return {"method": "dflash", "model": drafter, "num_speculative_tokens": draft_tokens}

@@ -63,19 +63,13 @@ class SessionResult(_Message):
 
 def run(request: SessionRequest) -> SessionResult:
     """In this process; one engine a process, for the counters are the process's."""
-    speculation = None
-    if request.drafter is not None:
-        speculation = {
-            "method": "dflash",
-            "model": request.drafter,
-            "num_speculative_tokens": request.draft_tokens,
-        }
     engine = TextEngine(
         request.target,
         max_length=request.max_length,
         max_requests=CONCURRENCY,
         dtype=request.dtype,
-        speculation=speculation,
+        drafter=request.drafter,
+        draft_tokens=request.draft_tokens,
         eager=True,  # the recorder hears nothing of a captured graph
     )
     say_progress("vLLM has started")

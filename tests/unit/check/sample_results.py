@@ -61,6 +61,7 @@ def tried(cause: str, after: float) -> Tried:
         before=2.4,
         after=after,
         difference=interval(after - 2.4, 0.05),
+        texts=40,
     )
 
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leadout.check.acceptance import Gain, Interval
 from leadout.check.diagnose import findings_of, layers_needed, repair_of, variants_of
 from leadout.check.findings import Gravity
-from leadout.check.hypotheses import Surroundings
+from leadout.check.hypotheses import Surroundings, Variant
 from leadout.check.modes import mode_findings, other_modes
 from leadout.check.offline import context_bucket, examine, hardly_any, offline_table
 from leadout.check.probe import Probe, Text, Trial, drafter_of, try_variants
@@ -199,6 +200,36 @@ def test_a_shorter_draft_is_judged_with_a_shorter_block_and_mended_with_the_whol
     assert len(found.offline.overall.by_position) == 2
     if found.repair is not None:
         assert found.repair.config.block_size == TRAINED.block_size
+
+
+def trial(gain: float, may_be_meant: bool) -> Trial:
+    difference = Interval(value=gain, low=gain * 0.5, high=gain * 1.5)
+    variant = Variant("window", "sliding_window: None -> 8", TRAINED, may_be_meant=may_be_meant)
+    return Trial(variant, Gain(before=1.0, after=1.0 + gain, difference=difference), texts=5)
+
+
+def test_a_window_that_was_never_there_is_a_note_unless_it_gains_much() -> None:
+    around = Surroundings(LAYERS, TRAINED.rope, (), 5000)
+    added = [v for v in variants_of(TRAINED, around) if v.cause == "window"]
+    assert len(added) == 4
+    assert all(variant.may_be_meant for variant in added)
+    windowed = replace(TRAINED, layers=(LayerAttention(window=64),) * 2)
+    taken_away = next(v for v in variants_of(windowed, around) if v.cause == "window")
+    assert not taken_away.may_be_meant
+
+    assert findings_of([trial(0.04, True)])[0].gravity is Gravity.NOTE
+    assert repair_of([trial(0.04, True)]) is None
+    assert findings_of([trial(0.04, False)])[0].gravity is Gravity.DOUBTFUL
+    assert repair_of([trial(0.04, False)]) is not None
+    assert findings_of([trial(0.4, True)])[0].gravity is Gravity.UNFIT
+    assert repair_of([trial(0.4, True)]) is not None
+    assert findings_of([trial(0.005, False)]) == []
+
+
+def test_what_was_only_screened_is_no_finding() -> None:
+    screened = replace(trial(0.4, False), texts=2)
+    assert [f.name for f in findings_of([trial(0.04, False), screened])] == ["window"]
+    assert findings_of([trial(0.0, False), screened]) == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from leadout.train.plan import MEASURED
 from support.models import ROOT
 
 
@@ -27,6 +28,27 @@ def test_ten_kills_left_the_weights_of_an_undisturbed_run() -> None:
     reached = [kill["logged_step"] for kill in kills]
     assert len(set(reached)) >= 6  # they came at different places of the run
     assert max(reached) < found["steps"]  # and all before its end
+
+
+EVALUATED = ("gsm8k", "humaneval", "mt_bench", "math500", "mbpp", "alpaca", "spec_bench")
+
+
+def test_the_shipped_drafter_is_served_as_it_was_predicted() -> None:
+    found = result("smollm2.json", "train_smollm2.py")
+    assert tuple(found["acceptance"]) == EVALUATED
+    for name, each in found["acceptance"].items():
+        assert each["prompts"] >= 40, name
+        assert each["difference"] < 0.03, name
+    files = [path for path in (ROOT / "drafters").rglob("*") if path.is_file()]
+    assert 0 < sum(path.stat().st_size for path in files) < 40e6
+
+
+def test_the_expectation_of_a_plan_is_the_curve_of_that_run() -> None:
+    found = result("smollm2.json", "train_smollm2.py")
+    per_step = found["settings"]["batch_sequences"] * found["settings"]["anchors"]
+    curve = {p["step"] * per_step: p["acceptance_length"] for p in found["held_out_curve"]}
+    for blocks, length in MEASURED:
+        assert curve[int(blocks)] == pytest.approx(length, abs=0.006)
 
 
 @pytest.mark.parametrize("states", ["compute", "disk"])
