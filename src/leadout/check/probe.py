@@ -64,24 +64,32 @@ class Probe:
     def longest(self) -> int:
         return max(len(sequence) for _, sequence in self._sequences)
 
-    def acceptance(
-        self, drafter: Drafter, normed_last_tap: bool = False, every: int = 1
-    ) -> list[TextAcceptance]:
-        """What the drafter accepts along every text, or along every second, third, ... of them."""
-        source = _ChosenTaps(self, drafter.config.target_layer_ids, normed_last_tap)
+    def acceptance(self, drafter: Drafter) -> list[TextAcceptance]:
+        """What the drafter accepts along every text."""
+        found = self.counts(drafter)
+        return [
+            TextAcceptance(text.prompt_set, len(text.prompt), counts, along_decoding(counts))
+            for text, counts in zip(self._texts, found, strict=True)
+        ]
+
+    def counts(
+        self,
+        drafter: Drafter,
+        *,
+        normed_last_tap: bool = False,
+        every_text: int = 1,
+        every_position: int = 1,
+    ) -> list[Tensor]:
+        """Accepted drafts by position of each text; of every text and position, or of fewer."""
         found = accepted_drafts(
             BlockForward(drafter, self.borrowed.embedding),
             self.borrowed,
-            source,
-            self._sequences[::every],
+            _ChosenTaps(self, drafter.config.target_layer_ids, normed_last_tap),
+            self._sequences[::every_text],
             drafter.config.block_size,
+            every_position,
         )
-        return [
-            TextAcceptance(
-                text.prompt_set, len(text.prompt), each.counts, along_decoding(each.counts)
-            )
-            for text, each in zip(self._texts[::every], found, strict=True)
-        ]
+        return [each.counts for each in found]
 
     def states_of(
         self, number: int, layer_ids: Sequence[int], normed_last_tap: bool
@@ -117,8 +125,10 @@ class Trial:
     texts: int
 
 
-SCREEN_EVERY = 3  # the texts on which every variant is tried
+SCREEN_EVERY = 3  # of the texts, on which every variant is tried
 FINALISTS = 6  # the variants that are tried on all texts
+# Neighbouring positions share most of their drafts' fate: every second one tells as much.
+EVERY_POSITION = 2
 
 
 def try_variants(
@@ -136,10 +146,14 @@ def try_variants(
     def trial(variant: Variant, every: int) -> Trial:
         changed = dict(weights) if variant.weights is None else variant.weights(weights)
         drafter = drafter_of(variant.config, changed)
-        after = probe.acceptance(drafter, variant.normed_last_tap, every)
-        gain = paired_gain(
-            [each.at_positions for each in before[::every]], [each.at_positions for each in after]
+        after = probe.counts(
+            drafter,
+            normed_last_tap=variant.normed_last_tap,
+            every_text=every,
+            every_position=EVERY_POSITION,
         )
+        now = [each.at_positions[::EVERY_POSITION] for each in before[::every]]
+        gain = paired_gain(now, after)
         report()
         return Trial(variant, gain, len(after))
 

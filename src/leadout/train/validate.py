@@ -82,8 +82,12 @@ def accepted_drafts(
     source: StateSource,
     sequences: Sequence[Indexed],
     block_size: int,
+    stride: int = 1,
 ) -> list[AcceptedDrafts]:
-    """Draft at every position of every answer, one answer at a time."""
+    """Draft at every position of every answer, one answer at a time.
+
+    A larger stride leaves positions out: enough to compare two drafters, not to walk along.
+    """
     found = []
     for item in sequences:
         observed = source.observe([item])
@@ -91,7 +95,7 @@ def accepted_drafts(
         states, final = observed.states.to(device), observed.final.to(device)
         sequence = item[1]
         tokens, _, supervised = batch([sequence])
-        anchors = _anchors(sequence, block_size)
+        anchors = _anchors(sequence, block_size)[::stride]
         counts = []
         for part in torch.split(anchors, ANCHORS_PER_PASS) if len(anchors) else ():
             blocks = make_blocks([part], tokens, supervised, block_size, len(part))
