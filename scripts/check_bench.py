@@ -49,7 +49,11 @@ TOKENS = 64
 PROMPTS_PER_SET = 5
 SMALL_EFFECT = 0.02  # below this a fault need not be found
 # Where files alone show a cause, its rule has a name of its own.
-ALSO_RIGHT = {"rope-theta": "rope", "rope-fraction": "partial-rotary"}
+ALSO_RIGHT = {
+    "rope-theta": "rope",
+    "rope-fraction": "partial-rotary",
+    "mask-token": "mask-in-text",
+}
 Weights = dict[str, Tensor]
 
 
@@ -371,7 +375,7 @@ numbers from `{"results/check/faults.json"}`.
 | --- | --- | --- | --- |
 {chr(10).join(rows)}
 
-Healthy variants, none of which may raise an alarm: {names}. Alarms:
+Healthy variants, none of which may raise an alarm: {names or "not run yet"}. Alarms:
 {result["summary"]["false_alarms"]} of {result["summary"]["healthy"]}.
 """
 

@@ -107,7 +107,8 @@ def window(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
                 f"sliding_window: {sizes} -> {size} in all layers",
                 replace(config, layers=layers),
                 # A drafter of short texts gains by a window at long ones, and has lost none.
-                may_be_meant=size is not None and not any(sizes),
+                may_be_meant=size is not None
+                and all(now is None or now >= around.longest_context for now in sizes),
             )
 
 

@@ -216,6 +216,12 @@ def test_a_window_that_was_never_there_is_a_note_unless_it_gains_much() -> None:
     windowed = replace(TRAINED, layers=(LayerAttention(window=64),) * 2)
     taken_away = next(v for v in variants_of(windowed, around) if v.cause == "window")
     assert not taken_away.may_be_meant
+    wide = replace(TRAINED, layers=(LayerAttention(window=6000),) * 2)
+    narrowed = [
+        v for v in variants_of(wide, around) if "-> None" not in v.edit and v.cause == "window"
+    ]
+    assert narrowed
+    assert all(variant.may_be_meant for variant in narrowed)
 
     assert findings_of([trial(0.04, True)])[0].gravity is Gravity.NOTE
     assert repair_of([trial(0.04, True)]) is None
