@@ -22,7 +22,7 @@ from leadout.check.prompts import check_prompts
 from leadout.check.reference import load_target
 from leadout.check.request import CheckError, CheckRequest, Progress
 from leadout.check.result import CheckResult, OfflineAcceptance, ServedAcceptance
-from leadout.check.static import static_findings
+from leadout.check.static import served_dtype, static_findings
 from leadout.check.tokens import read_token_files
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.data.chat import Chat
@@ -86,16 +86,6 @@ class Pairing:
     def facts(self) -> TargetFacts:
         return read_target(self.target, self.request.target)
 
-    @property
-    def dtype(self) -> str:
-        """`auto` as vLLM understands it: the target's own precision."""
-        if self.request.dtype != "auto":
-            return self.request.dtype
-        from transformers import AutoConfig
-
-        stated = AutoConfig.from_pretrained(self.target).get_text_config().dtype
-        return str(stated or torch.float32).removeprefix("torch.")
-
 
 def _measured(result: CheckResult, pair: Pairing, progress: Progress) -> CheckResult:
     checkpoint, facts, request = pair.checkpoint, pair.facts, pair.request
@@ -110,7 +100,7 @@ def _measured(result: CheckResult, pair: Pairing, progress: Progress) -> CheckRe
         )
     modes = other_modes(request.prompts, pair.target, chat, most)
     longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
-    precision: torch.dtype = getattr(torch, pair.dtype)
+    precision: torch.dtype = getattr(torch, served_dtype(pair.target, request.dtype))
     runs = run_engines(
         pair.target,
         pair.drafter,

@@ -46,7 +46,7 @@ def static_findings(
     if facts is not None:
         findings += weight_file_findings(target, facts)
     if facts is not None and checkpoint is not None:
-        settings = _settings(checkpoint, facts, draft_tokens, _served_dtype(target, dtype))
+        settings = _settings(checkpoint, facts, draft_tokens, served_dtype(target, dtype))
         findings += pairing_findings(Pair(facts, checkpoint, settings))
         findings += _position_findings(checkpoint, facts)
         findings += _token_findings(tokens, checkpoint, facts)
@@ -162,7 +162,7 @@ def _settings(
     )
 
 
-def _served_dtype(target: Path, dtype: str) -> str:
+def served_dtype(target: Path, dtype: str) -> str:
     """`auto` is the precision that the target's config names."""
     if dtype != "auto":
         return dtype

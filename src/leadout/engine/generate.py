@@ -62,7 +62,6 @@ class TextEngine:
         from vllm.platforms import current_platform
 
         on_cpu = current_platform.is_cpu()
-        self.max_length = max_length
         try:
             self._llm = LLM(
                 model=target,

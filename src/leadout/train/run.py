@@ -150,7 +150,6 @@ class Run:
         config: TrainConfig,
         out: Path,
         ranks: Ranks,
-        start: Drafter | None = None,
     ) -> None:
         from transformers import AutoConfig
 
@@ -169,7 +168,7 @@ class Run:
             target_layer_ids=config.target_layer_ids or (),
             mask_token_id=config.mask_token_id or 0,
         )
-        self.drafter = start or self._new_drafter(self.drafter_config, files)
+        self.drafter = self._new_drafter(self.drafter_config, files)
         self.drafter.to(ranks.device)
         self.weights = TrainedWeights(self.drafter, self._precision)
         self.borrowed: Borrowed = borrow(files, self._precision, ranks.device)
