@@ -34,7 +34,6 @@ from leadout.check.offline import (
 )
 from leadout.check.probe import Probe, Text, drafter_of
 from leadout.check.prompts import check_prompts
-from leadout.check.reference import load_target
 from leadout.check.request import Silence
 from leadout.check.static import static_findings
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
@@ -43,6 +42,7 @@ from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.engine.session import SessionRequest, run_session_apart
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
+from leadout.train.states import load_model
 
 PRECISION = torch.bfloat16
 TOKENS = 64
@@ -158,7 +158,7 @@ class Bench:
             # Taps seeded one off are tried one further off.
             near = {i + step for i in self._config.target_layer_ids for step in range(-2, 3)}
             layers = [i for i in near if 0 <= i < read_target(target).num_layers]
-            model = load_target(target, PRECISION)
+            model = load_model(target, PRECISION)
             self._probes[target] = Probe(target, model, texts_of(target), layers, PRECISION)
         return self._probes[target]
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from leadout.check import lossless, parity
 from leadout.check.engines import EngineRuns, run_engines
-from leadout.check.reference import load_target
 from leadout.engine.plugin import SWITCH
 from leadout.engine.recorded import read_texts
 from leadout.engine.session import Recording, SessionRequest, run_session_apart
+from leadout.train.states import load_model
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def model(pair: tuple[Path, Path]) -> nn.Module:
-    return load_target(pair[0], torch.float32)
+    return load_model(pair[0], torch.float32)
 
 
 @pytest.fixture(scope="module")

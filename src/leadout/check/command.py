@@ -19,7 +19,6 @@ from leadout.check.modes import mode_findings, other_modes
 from leadout.check.offline import Examination, examine, make_probe
 from leadout.check.probe import Text
 from leadout.check.prompts import check_prompts
-from leadout.check.reference import load_target
 from leadout.check.request import CheckError, CheckRequest, Progress
 from leadout.check.result import CheckResult, OfflineAcceptance, ServedAcceptance
 from leadout.check.static import served_dtype, static_findings
@@ -28,6 +27,7 @@ from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.data.chat import Chat
 from leadout.engine.folders import local_folder
 from leadout.pairing import TargetFacts, read_target
+from leadout.train.states import load_model
 from leadout.version import installed_versions
 
 MAX_TOKENS = 96
@@ -112,7 +112,7 @@ def _measured(result: CheckResult, pair: Pairing, progress: Progress) -> CheckRe
         bare_only=modes,
         report=_reporter(progress, 3 + 3 * len(prompts) + len(modes)),
     )
-    model = load_target(pair.target, precision)
+    model = load_model(pair.target, precision)
     done = progress.stage("engine against reference", 2)
     same_drafts = parity.compare(pair.target, pair.drafter, model, runs.recorded, precision)
     done()

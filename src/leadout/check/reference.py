@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +48,6 @@ def names_in_order(config: DrafterConfig) -> list[str]:
         FINAL,
         LOGITS,
     ]
-
-
-def load_target(folder: Path, precision: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=precision)
-    loaded: nn.Module = model.eval()
-    return loaded
 
 
 class Reference:

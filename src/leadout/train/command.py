@@ -23,7 +23,7 @@ from leadout.train.ranks import Ranks, joined_ranks
 from leadout.train.report import TrainReport, curves_of
 from leadout.train.run import WORK, Corpus, Run, UnfitDataError, read_corpus, resolve
 from leadout.train.served import ServedAcceptance, compare_with_served, require_agreement
-from leadout.train.show import TrainProgress
+from leadout.train.show import TrainProgress, say
 from leadout.train.state import RunNumbers, load_best
 from leadout.train.tensorboard import TensorBoard, require_tensorboard
 
@@ -65,6 +65,8 @@ def carry_out(command: Command) -> TrainReport | Plan | None:
     config = resolve(command.config, target, corpus, vocab_size)
     with joined_ranks() as ranks:
         if command.plan:
+            if ranks.leads:
+                say("timing a few steps of the real run, a minute or so")
             with tempfile.TemporaryDirectory() as scratch:
                 plan = make_plan(Run(target, corpus, config, Path(scratch), ranks), data)
             return plan if ranks.leads else None
@@ -144,6 +146,7 @@ _MAY_CHANGE = frozenset({"save_every", "validate_every", "micro_tokens", "compil
 def _finish(command: Command, run: Run, data: DataFolder, numbers: RunNumbers) -> TrainReport:
     """Export the best weights, prove them in the engine, and write what belongs to a drafter."""
     folder = _export(command, run)
+    say(f"wrote {folder}; now vLLM serves it on held-out prompts, a minute or two")
     served = serve_held_out(run, local_folder(command.target), folder)
     validation = curves_of(read_log(run.folder)).best
     report = TrainReport(

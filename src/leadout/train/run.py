@@ -31,7 +31,7 @@ from leadout.train.loop import Loop, total_steps
 from leadout.train.ranks import Ranks
 from leadout.train.sequences import Split, split, to_sequence
 from leadout.train.state import RunNumbers, remove_leftovers
-from leadout.train.states import ComputedStates, Indexed, KeptStates, StateSource
+from leadout.train.states import ComputedStates, Indexed, KeptStates, StateSource, load_model
 from leadout.train.step import Gradient
 from leadout.train.validate import (
     AcceptedDrafts,
@@ -233,10 +233,7 @@ class Run:
         )
 
     def _load_target(self) -> Target:
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_pretrained(self._target, dtype=self._precision)
-        model.eval().requires_grad_(False).to(self.ranks.device)
+        model = load_model(self._target, self._precision).to(self.ranks.device)
         return Target(model, self.drafter_config.target_layer_ids)
 
     def _frequent(self) -> Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -19,7 +18,7 @@ from leadout.engine.decode import DecodeRequest, decode_apart
 from leadout.train.borrowed import TargetFiles, borrow
 from leadout.train.forward import BlockForward
 from leadout.train.sequences import TrainingSequence
-from leadout.train.states import ComputedStates
+from leadout.train.states import ComputedStates, load_model
 from leadout.train.validate import accepted_drafts, along_decoding, summarise
 
 LARGEST_DIFFERENCE = 0.05
@@ -76,7 +75,9 @@ def compare_with_served(
     drafts = accepted_drafts(
         BlockForward(model, borrowed.embedding),
         borrowed,
-        ComputedStates(lambda: _load(target, model.config.target_layer_ids, precision)),
+        ComputedStates(
+            lambda: Target(load_model(target, precision), model.config.target_layer_ids)
+        ),
         list(enumerate(sequences)),
         size,
     )
@@ -105,10 +106,3 @@ def require_agreement(acceptance: ServedAcceptance, drafter: Path) -> None:
             f"apart, wanted at most {LARGEST_DIFFERENCE:.0%}. Engine and training do not compute "
             "the same drafts; do not deploy this drafter before the cause is found"
         )
-
-
-def _load(target: Path, layer_ids: Sequence[int], precision: torch.dtype) -> Target:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=precision)
-    return Target(model.eval(), layer_ids)

@@ -13,6 +13,11 @@ from leadout.train.log import Record, StepRecord
 LINE_EVERY_STEPS = 20  # where there is no terminal
 
 
+def say(text: str) -> None:
+    """A line before work that takes a while and has no bar."""
+    Console(stderr=True).print(f"leadout train: {text}", markup=False, highlight=False)
+
+
 class TrainProgress:
     """Listens to a run; silent on all ranks but the leading one."""
 

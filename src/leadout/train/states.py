@@ -11,16 +11,25 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leadout.dflash.target import Observation, Target
 from leadout.train.sequences import TrainingSequence, batch
 
 KEPT = b"\x01"
 Indexed = tuple[int, TrainingSequence]  # a sequence and its number among the samples
+
+
+def load_model(folder: Path, precision: torch.dtype) -> nn.Module:
+    """A target as transformers runs it, frozen."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=precision)
+    loaded: nn.Module = model.eval().requires_grad_(False)
+    return loaded
 
 
 class StateSource(Protocol):

@@ -19,7 +19,6 @@ from leadout.check.reference import (
     Reference,
     hidden_name,
     keys_name,
-    load_target,
     names_in_order,
     state_name,
     values_name,
@@ -36,6 +35,7 @@ from leadout.engine.recorded import (
     write_texts,
 )
 from leadout.train.borrowed import TargetFiles, borrow
+from leadout.train.states import load_model
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import tiny_llama
 
@@ -61,7 +61,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(target: Path) -> nn.Module:
-    return load_target(target, torch.float32)
+    return load_model(target, torch.float32)
 
 
 def engine_like(
@@ -177,7 +177,7 @@ def test_rounding_to_bfloat16_is_no_difference_and_a_wrong_norm_is(
     target: Path, drafter: Path
 ) -> None:
     half = torch.bfloat16
-    model = load_target(target, half)
+    model = load_model(target, half)
     served = load_drafter(drafter, half)
     parity = compare(target, drafter, model, [engine_like(target, served, model, half)], half)
     assert parity.first_difference is None
