@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from leadout.checkpoints.fingerprint import fingerprint
 from leadout.data.manifest import (
     DataFolder,
     Job,
@@ -18,7 +19,6 @@ from leadout.data.manifest import (
     Sampling,
     manifest_path,
     shard_path,
-    target_fingerprint,
 )
 from leadout.data.shards import Sample, ShardWriter
 from leadout.dflash import verify
@@ -114,7 +114,7 @@ def _job(target: Path) -> Job:
     )
     return Job(
         target="tiny",
-        target_fingerprint=target_fingerprint(target),
+        target_fingerprint=fingerprint(target),
         tokenizer_hash="t",
         template_hash="c",
         thinking=None,

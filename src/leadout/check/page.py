@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from leadout.check import svg
 from leadout.check.acceptance import Interval
 from leadout.check.findings import by_weight
-from leadout.check.page_style import STYLE
 from leadout.check.result import CheckResult, Lossless, Parity
 from leadout.check.words import (
     acceptance_rows,
@@ -21,6 +19,8 @@ from leadout.check.words import (
     spread,
 )
 from leadout.checkpoints.store import replacing
+from leadout.pages import svg
+from leadout.pages.style import STYLE
 from leadout.pairing.names import last_part
 
 OFFLINE = "offline"

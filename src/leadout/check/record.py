@@ -11,7 +11,7 @@ from leadout.check.findings import Finding, Gravity
 from leadout.check.target_files import has_weights
 from leadout.check.tokens import TokenFiles
 from leadout.checkpoints import Checkpoint
-from leadout.data.manifest import target_fingerprint
+from leadout.checkpoints.fingerprint import fingerprint
 
 RECORD = "training.json"
 THINKING_SWITCH = "enable_thinking"  # what templates with two modes read
@@ -100,7 +100,7 @@ def _other_target(record: TrainingRecord, target: Path) -> list[Finding]:
     wanted = record.target_fingerprint
     if wanted is None or not has_weights(target):
         return []
-    found = target_fingerprint(target)
+    found = fingerprint(target)
     if found == wanted:
         return []
     return [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from leadout.checkpoints.fingerprint import fingerprint
 from leadout.data.chat import Chat
 from leadout.data.manifest import (
     NONE,
@@ -16,7 +17,6 @@ from leadout.data.manifest import (
     Sampling,
     manifest_path,
     shard_path,
-    target_fingerprint,
 )
 from leadout.data.prompts import Prompt, prompts_hash, read_prompts
 from leadout.data.responses import Answering, conversations
@@ -127,7 +127,7 @@ class _Progress:
 def _job(request: Request, folder: Path, chat: Chat, prompts: Sequence[Prompt]) -> Job:
     return Job(
         target=Path(request.target).resolve().name,
-        target_fingerprint=target_fingerprint(folder),
+        target_fingerprint=fingerprint(folder),
         tokenizer_hash=chat.tokenizer_hash,
         template_hash=chat.template_hash,
         thinking=request.thinking,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -135,23 +134,3 @@ class DataFolder:
                         total += int.from_bytes(hashlib.sha256(line).digest())
         content = total % 2**256
         return hashlib.sha256(f"{self.job.model_dump_json()} {content}".encode()).hexdigest()
-
-
-def target_fingerprint(folder: Path) -> str:
-    """Of a model's configuration and weights: file sizes and headers, not the whole of them."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        for offset in _probes(path.stat().st_size):
-            with path.open("rb") as file:
-                file.seek(offset)
-                digest.update(file.read(_PROBE_BYTES))
-    return digest.hexdigest()
-
-
-_PROBE_BYTES = 1 << 20
-
-
-def _probes(size: int) -> Sequence[int]:
-    """Starts of the pieces that are read: the header, and seven spread over the weights."""
-    return [size * place // 8 for place in range(8)]

@@ -28,7 +28,11 @@ class TrainConfig(BaseModel):
         int | None, Field(ge=0, description="Unset: a token that the data never uses.")
     ] = None
     initial: Annotated[
-        Literal["target", "random"], Field(description="Draft layers start as target layers.")
+        str,
+        Field(
+            description="First weights: `target` copies target layers, `random`, or the folder of "
+            "a drafter of the same shape to go on from."
+        ),
     ] = "target"
 
     # The objective.

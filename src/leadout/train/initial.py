@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leadout.checkpoints.checkpoint import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import UnsupportedTargetError
@@ -21,6 +23,10 @@ FIRST_NORM_SHARE = 0.25
 DEFAULT_TAPS = 5
 MIN_SPREAD_LAYERS = 5
 MOE_WIDTH = 3  # a mixture's experts are too narrow for a dense MLP: so many times the hidden size
+
+
+class UnfitStartError(ValueError):
+    """The drafter to go on from has another shape than the one to train."""
 
 
 class NoMaskTokenError(ValueError):
@@ -104,6 +110,34 @@ def new_drafter(config: DrafterConfig, seed: int) -> Drafter:
         drafter = Drafter(config)
         nn.init.normal_(drafter.fc.weight, std=drafter.fc.in_features**-0.5)
     return drafter
+
+
+def first_drafter(config: DrafterConfig, initial: str, seed: int, target: TargetFiles) -> Drafter:
+    """A drafter with the first weights that `initial` asks for."""
+    drafter = new_drafter(config, seed)
+    if initial == "target":
+        start_from_target(drafter, target)
+    elif initial != "random":
+        go_on_from(drafter, Path(initial))
+    return drafter
+
+
+def go_on_from(drafter: Drafter, folder: Path) -> None:
+    """Take over a trained drafter's weights; only its block size may be another."""
+    checkpoint = read_checkpoint(folder)
+    wanted = drafter.config
+    for field in dataclasses.fields(wanted):
+        found = getattr(checkpoint.config, field.name)
+        if field.name != "block_size" and found != getattr(wanted, field.name):
+            raise UnfitStartError(
+                f"--initial {folder}: found {field.name} {found}, wanted "
+                f"{getattr(wanted, field.name)}; train with the settings of that drafter (its "
+                "block size may change), or start from `target`"
+            )
+    weights = load_weights(checkpoint)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.copy_(weights[name])
 
 
 def start_from_target(drafter: Drafter, target: TargetFiles) -> int:

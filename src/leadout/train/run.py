@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leadout.data.manifest import DataFolder, target_fingerprint
+from leadout.checkpoints.fingerprint import fingerprint
+from leadout.data.manifest import DataFolder
 from leadout.data.shards import Sample, Samples
-from leadout.dflash.config import DrafterConfig
-from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
 from leadout.train.borrowed import Borrowed, TargetFiles, borrow
 from leadout.train.config import TrainConfig
 from leadout.train.forward import BlockForward
 from leadout.train.initial import (
     choose_mask_token,
+    first_drafter,
     new_config,
-    new_drafter,
     spread_layer_ids,
-    start_from_target,
 )
 from leadout.train.log import Listener
 from leadout.train.loop import Loop, total_steps
@@ -66,7 +64,7 @@ class Corpus:
 
 def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size: int) -> Corpus:
     """Read all samples once; the target must be the one that answered."""
-    found, wanted = target_fingerprint(target), data.job.target_fingerprint
+    found, wanted = fingerprint(target), data.job.target_fingerprint
     if found != wanted:
         raise UnfitDataError(
             f"--data {data.folder}: found answers of {data.job.target} (fingerprint "
@@ -168,7 +166,7 @@ class Run:
             target_layer_ids=config.target_layer_ids or (),
             mask_token_id=config.mask_token_id or 0,
         )
-        self.drafter = self._new_drafter(self.drafter_config, files)
+        self.drafter = first_drafter(self.drafter_config, config.initial, config.seed, files)
         self.drafter.to(ranks.device)
         self.weights = TrainedWeights(self.drafter, self._precision)
         self.borrowed: Borrowed = borrow(files, self._precision, ranks.device)
@@ -212,12 +210,6 @@ class Run:
             return accepted_drafts(self._forward, self.borrowed, self.source, part, size)
 
         return summarise(accepted_drafts_over_ranks(self.ranks, held_out, judge, size), size)
-
-    def _new_drafter(self, config: DrafterConfig, files: TargetFiles) -> Drafter:
-        drafter = new_drafter(config, self.config.seed)
-        if self.config.initial == "target":
-            start_from_target(drafter, files)
-        return drafter
 
     def _state_source(self, folder: Path) -> StateSource:
         computed = ComputedStates(self._load_target)

@@ -19,8 +19,8 @@ from leadout.check import record, static
 from leadout.check.findings import Finding, Gravity
 from leadout.check.static import static_findings
 from leadout.check.weights import coarseness
+from leadout.checkpoints.fingerprint import fingerprint
 from leadout.data.chat import Chat
-from leadout.data.manifest import target_fingerprint
 from leadout.pairing import read_target
 from leadout.train import export
 from leadout.train.config import TrainConfig
@@ -323,7 +323,7 @@ class TestRecord:
         config = {"layers": 3, "block_size": 5, "target_layer_ids": [1, 2, 3], "mask_token_id": 319}
         content = {
             "target": "tiny-target",
-            "target_fingerprint": target_fingerprint(target),
+            "target_fingerprint": fingerprint(target),
             "template_hash": Chat(target).template_hash,
             "thinking": None,
             "config": config,

@@ -15,7 +15,6 @@ from leadout.data.manifest import (
     Manifest,
     manifest_path,
     shard_path,
-    target_fingerprint,
 )
 from leadout.data.shards import Sample, ShardError, ShardWriter
 
@@ -80,21 +79,3 @@ def test_the_content_hash_is_of_the_set(tmp_path: Path, job: Callable[..., Job])
     with shard_path(tmp_path / "one", 1, 1).open("ab") as file:
         file.write(b'{"id": "torn')
     assert DataFolder(tmp_path / "one").content_hash() == one
-
-
-def test_the_fingerprint_sees_configuration_and_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = tmp_path / "model.safetensors"
-    content = bytearray(20 << 20)
-    weights.write_bytes(content)
-    prints = [target_fingerprint(tmp_path)]
-    for place in (0, 10 << 20):  # in the header, and in the midst
-        content[place] = 1
-        weights.write_bytes(content)
-        prints.append(target_fingerprint(tmp_path))
-    weights.write_bytes(content[:-1])
-    prints.append(target_fingerprint(tmp_path))
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    prints.append(target_fingerprint(tmp_path))
-    assert len(set(prints)) == len(prints)
-    assert prints[-1] == target_fingerprint(tmp_path)

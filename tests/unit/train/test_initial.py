@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import small_config
+from small_runs import MakeRun, small_config
 from transformers import AutoConfig, LlamaConfig
 
+from leadout.checkpoints import write_checkpoint
 from leadout.dflash.config import DrafterConfig, InvalidDrafterError
+from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import UnsupportedTargetError
 from leadout.train.borrowed import TargetFiles
 from leadout.train.initial import (
     FIRST_NORM_SHARE,
     NoMaskTokenError,
+    UnfitStartError,
     choose_mask_token,
     new_config,
     new_drafter,
@@ -132,3 +135,26 @@ def test_random_weights_follow_from_the_seed(target_folder: Path) -> None:
     first, same, other = (new_drafter(config, seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
+
+
+def test_a_run_goes_on_from_a_drafter_with_another_block_size(
+    make_run: MakeRun, trained: Drafter, tmp_path: Path
+) -> None:
+    weights = {name: p.detach() for name, p in trained.named_parameters()}
+    folder = tmp_path / "start"
+    write_checkpoint(folder, weights, trained.config, "zlab", target_name="tiny")
+    run = make_run(layers=1, block_size=3, initial=str(folder))
+    assert run.drafter_config.block_size == 3
+    for name, parameter in run.drafter.named_parameters():
+        assert torch.equal(parameter, weights[name])
+
+
+def test_a_start_of_another_shape_is_refused(
+    make_run: MakeRun, trained: Drafter, tmp_path: Path
+) -> None:
+    weights = {name: p.detach() for name, p in trained.named_parameters()}
+    write_checkpoint(tmp_path / "start", weights, trained.config, "zlab", target_name="tiny")
+    with pytest.raises(
+        UnfitStartError, match=r"found layers .* wanted .*its block size may change"
+    ):
+        make_run(layers=2, initial=str(tmp_path / "start"))
