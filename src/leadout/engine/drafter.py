@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.platforms import current_platform
 
@@ -21,6 +22,15 @@ from leadout.engine.pair import require_fit
 
 # Copies that vLLM makes of weights, for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
+
+
+def _drafts_nothing() -> bool:
+    """Whether this pass is for blocks of a single slot, the anchor."""
+    metadata = get_forward_context().attn_metadata
+    if not isinstance(metadata, dict) or not metadata:  # a run for warming up
+        return False
+    longest = getattr(next(iter(metadata.values())), "max_query_len", None)
+    return longest == 1
 
 
 class LeadoutDFlashModel(DFlashQwen3Model):  # type: ignore[misc]
@@ -78,6 +88,19 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         self._checkpoint_of_start: Checkpoint = require_fit(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states of the block's slots, [slots, H]; where nothing is to be drafted, any.
+
+        With K = 0 vLLM still runs the block's anchor through the layers, and then uses nothing of
+        it: the context's keys and values, which later blocks need, are stored before this pass.
+        """
+        if _drafts_nothing():
+            return self.model.norm.weight.new_empty(len(positions), self.config.hidden_size)
+        hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
+        return hidden
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load every tensor of the drafter or none; returns the parameters accounted for.
