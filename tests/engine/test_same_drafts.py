@@ -16,14 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.transformers_utils.configs.speculators.algos import update_dflash
 
 from leadout.checkpoints import convert, load_drafter
+from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
 from leadout.engine.formats import FLAG
 from leadout.engine.plugin import SWITCH
+from leadout.train.narrow import narrow
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import ROOT
 from support.shared import QUICK_DRAFTER, chat_tokens, first_turns
 
 PROMPTS, TOKENS, AGREEMENT = 20, 48, 0.995
+DRAFT_VOCAB = 400
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +49,12 @@ def agreement(
     target: Target,
     served: Path,
     prompts: list[list[int]],
+    drafter: Drafter | None = None,
 ) -> float:
     """Share of draft positions at which the engine, serving `served`, agrees with the reference."""
     from vllm import SamplingParams
 
-    drafter = load_drafter(QUICK_DRAFTER, dtype=torch.float32)
+    drafter = drafter or load_drafter(QUICK_DRAFTER, dtype=torch.float32)
     count = drafter.config.max_draft_tokens
     speculative = {"method": "dflash", "model": str(served), "num_speculative_tokens": count}
     with run_engine(smollm2, speculative_config=speculative) as llm:
@@ -112,6 +116,18 @@ def test_speculators_format_is_drafted_alike(
     assert agreement(run_engine, smollm2, target, written, prompts) >= AGREEMENT
 
     assert json.loads((written / "config.json").read_text())[FLAG] is True
+
+
+def test_a_narrowed_drafter_is_drafted_alike(
+    run_engine: Callable[..., Any],
+    smollm2: Path,
+    target: Target,
+    prompts: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    written, _ = narrow(QUICK_DRAFTER, tmp_path / "narrow", smollm2, prompts, DRAFT_VOCAB)
+    reference = load_drafter(written.path, dtype=torch.float32)
+    assert agreement(run_engine, smollm2, target, written.path, prompts, reference) >= AGREEMENT
 
 
 def test_a_speculators_drafter_that_vllm_would_flip_is_served_as_trained(
