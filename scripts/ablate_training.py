@@ -1,10 +1,12 @@
 """Short training runs that differ in one setting each, on the same data and for the same steps.
 
-    python scripts/ablate_training.py TARGET DATA_FOLDER RUN_FOLDER --out FILE --steps 150
+    python scripts/ablate_training.py TARGET DATA_FOLDER RUN_FOLDER DRAFTER --out FILE
 
 RUN_FOLDER is that of a finished run on the same data: its states of the target are used again. The
-settings are those of examples/smollm2-drafter.yaml, with fewer sequences a step. Early differences
-are no proof of late ones; they tell what is worth a long run.
+settings are those of examples/smollm2-drafter-longer.yaml, with fewer sequences a step. Variants of
+the objective go on from DRAFTER, one that is half trained; variants of the first weights and of the
+shape start anew, and have a run of their own to be compared with. Early differences are no proof of
+late ones; they tell what is worth a long run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +31,25 @@ from leadout.train.ranks import Ranks
 from leadout.train.run import STATES, WORK, Run, read_corpus, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
+SETTINGS = ROOT / "examples" / "smollm2-drafter-longer.yaml"
 SEQUENCES = 16
-VARIANTS: dict[str, dict[str, Any]] = {
+GOES_ON: dict[str, dict[str, Any]] = {
     "as shipped": {},
     "hard labels only": {"distillation": 0.0},
     "the target's distribution only": {"distillation": 1.0},
     "AdamW": {"optimizer": "adamw"},
-    "random first weights": {"initial": "random"},
     "block size 4": {"block_size": 4},
-    "1 layer": {"layers": 1},
-    "3 layers": {"layers": 3},
+    "block size 8": {"block_size": 8},
     "exponential position weights": {"position_weights": "exponential"},
-    "half the learning rate": {"learning_rate": 0.001},
+    "a tenth of the data": {},
 }
+STARTS_ANEW: dict[str, dict[str, Any]] = {
+    "from target layers": {},
+    "from random weights": {"initial": "random"},
+    "1 layer": {"layers": 1},
+    "4 layers": {"layers": 4},
+}
+DATA_SHARE = {"a tenth of the data": 0.1}
 
 
 def main() -> None:
@@ -49,14 +57,18 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--only", nargs="*", help="names of variants")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    names = arguments.only or list(VARIANTS)
+    on = {name: {"initial": str(arguments.drafter), **c} for name, c in GOES_ON.items()}
+    variants = on | STARTS_ANEW
+    names = arguments.only or list(variants)
     found = json.loads(arguments.out.read_text())["variants"] if arguments.out.exists() else {}
-    for name in track(names, description="variants"):
-        found[name] = train(arguments, VARIANTS[name])
+    for name in track([name for name in names if name not in found], description="variants"):
+        trained = train(arguments, variants[name], DATA_SHARE.get(name, 1.0))
+        found[name] = {"family": "goes on" if name in on else "starts anew", **trained}
         result = {
             "provenance": Provenance.of_this_run().model_dump(),
             "steps": arguments.steps,
@@ -67,12 +79,14 @@ def main() -> None:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def train(arguments: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def train(arguments: Any, changes: dict[str, Any], data_share: float) -> dict[str, Any]:
     short = {"batch_sequences": SEQUENCES, "compile": False, "validate_every": arguments.steps}
     config = TrainConfig.resolve(SETTINGS, {**short, **changes})
     vocab_size = read_target(arguments.target).vocab_size
     data = DataFolder(arguments.data)
     corpus = read_corpus(data, arguments.target, config, vocab_size)
+    kept = corpus.split.train[: round(data_share * len(corpus.split.train))]
+    corpus = replace(corpus, split=corpus.split._replace(train=kept))
     epochs = arguments.steps * SEQUENCES / len(corpus.split.train)
     config = config.model_copy(update={"epochs": epochs, "save_every": 10**6, "states": "disk"})
     config = resolve(config, arguments.target, corpus, vocab_size)
@@ -88,7 +102,7 @@ def train(arguments: Any, changes: dict[str, Any]) -> dict[str, Any]:
         seconds = time.process_time() - began
     overall = records[-1].validation
     return {
-        "changes": changes,
+        "changes": {n: v for n, v in changes.items() if n != "initial" or v == "random"},
         "cpu_seconds": seconds,
         "acceptance_length": overall.overall.acceptance_length,
         "by_position": overall.overall.by_position,

@@ -1,10 +1,11 @@
 """Seeded faults and healthy variants of a real pair through `leadout check`'s files and reference.
 
-    python scripts/check_bench.py TARGET DRAFTER --out FILE --table PAGE
+    python scripts/check_bench.py TARGET DRAFTER --tuning-text PROMPTS --out FILE --table PAGE
 
 Every fault is written as a checkpoint (or a target) of its own, without the record of its training
 unless the fault is one that only the record can show. What is told of it: the acceptance it costs,
-what the check names first, and what the repair brings back.
+what the check names first, and what the repair brings back. The fine-tuned target has learnt to
+go on with the texts of PROMPTS, a prompt set that the drafter's training did not contain.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from leadout.train.states import load_model
 PRECISION = torch.bfloat16
 TOKENS = 64
 PROMPTS_PER_SET = 5
+TUNING_STEPS, TUNING_BATCH, TUNING_LENGTH, TUNING_RATE = 40, 4, 128, 3e-5
 SMALL_EFFECT = 0.02  # below this a fault need not be found
 # Where files alone show a cause, its rule has a name of its own.
 ALSO_RIGHT = {
@@ -72,11 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("drafter", type=Path)
+    parser.add_argument("--tuning-text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        maker = CaseMaker(arguments.target, arguments.drafter, Path(folder))
+        maker = CaseMaker(arguments.target, arguments.drafter, arguments.tuning_text, Path(folder))
         bench = Bench(arguments.target, arguments.drafter)
         judged: list[dict[str, Any]] = []
         for case in track([*maker.faults(), *maker.healthy()], "cases"):
@@ -182,8 +185,9 @@ def texts_of(target: Path) -> list[Text]:
 class CaseMaker:
     """Writes every case into a folder of its own."""
 
-    def __init__(self, target: Path, drafter: Path, folder: Path) -> None:
+    def __init__(self, target: Path, drafter: Path, tuning_text: Path, folder: Path) -> None:
         self._target = target
+        self._tuning_text = tuning_text
         self._source = read_checkpoint(drafter)
         self._config = self._source.config
         self._weights = load_weights(self._source)
@@ -210,8 +214,8 @@ class CaseMaker:
         yield self._weighted("draft layers swapped", "layer-order", self._layers_swapped)
         yield self._weighted("weights rounded to 4 bits", "weights-quantised", rounded_to_4_bits)
         yield self._weighted("a dead MLP", "weights-dead", self._dead_mlp)
-        yield self._other_target("target fine-tuned a little", 0.02)
-        yield self._other_target("a drafter of another target", None)
+        yield self._other_target("target fine-tuned a little", self._fine_tuned)
+        yield self._other_target("a drafter of another target", turned)
         yield self._without_template()
 
     def healthy(self) -> Iterator[Case]:
@@ -228,7 +232,8 @@ class CaseMaker:
         for number, share in enumerate((0.002, 0.005, 0.01)):
             noisy = noise_of(share, number)
             yield self._weighted(f"weights with {share:.1%} noise", None, noisy)
-        yield self._edited("a block of 6", None, block_size=6)
+        fewer = config.block_size - 2
+        yield self._edited(f"a block of {fewer}", None, block_size=fewer)
 
     def _edited(self, name: str, cause: str | None, **fields: Any) -> Case:
         return self._written(name, cause, replace(self._config, **fields), self._weights)
@@ -272,16 +277,31 @@ class CaseMaker:
         name = "layers.1.mlp.down_proj.weight"
         return {**weights, name: torch.zeros_like(weights[name])}
 
-    def _other_target(self, name: str, share: float | None) -> Case:
-        """The target with noise, or turned in its hidden space so that it says the same."""
+    def _other_target(self, name: str, change: Callable[[Weights], Weights]) -> Case:
         path = self._folder / name.replace(" ", "-")
         shutil.copytree(self._target, path)
         file = path / "model.safetensors"
         weights = load_file(file)
         file.unlink()
-        changed = turned(weights) if share is None else noise_of(share, 0)(weights)
-        save_file(changed, file, metadata={"format": "pt"})
+        save_file(change(weights), file, metadata={"format": "pt"})
         return Case(name, "other-target", path, self._source.path)
+
+    def _fine_tuned(self, weights: Weights) -> Weights:
+        """The target after a short training on other texts."""
+        model: Any = load_model(self._target, torch.float32)
+        chat = Chat(self._target)
+        turns = [json.loads(line)["turns"][0] for line in self._tuning_text.open()]
+        model.train().requires_grad_(True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=TUNING_RATE, weight_decay=0.0)
+        for step in range(TUNING_STEPS):
+            part = turns[step * TUNING_BATCH % len(turns) :][:TUNING_BATCH]
+            for turn in part:
+                tokens = torch.tensor([chat.plain(turn)[:TUNING_LENGTH]])
+                (model(input_ids=tokens, labels=tokens).loss / len(part)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tuned = {name: p.detach() for name, p in model.named_parameters()}
+        return {name: tuned[name].to(tensor.dtype) for name, tensor in weights.items()}
 
     def _without_template(self) -> Case:
         path = self._folder / "without-a-template"

@@ -2,7 +2,8 @@
 
     python scripts/train_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
-Every stage continues where an earlier call was cut off. The evaluation sets are only measured on.
+Training has two runs: the second goes on from the drafter of the first, with a shorter block. Every
+stage continues where an earlier call was cut off. The evaluation sets are only measured on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from leadout.train.log import read_log
 from leadout.train.report import curves_of
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
+RUNS = {  # by folder, in this order
+    "first": ROOT / "examples" / "smollm2-drafter.yaml",
+    "longer": ROOT / "examples" / "smollm2-drafter-longer.yaml",
+}
 SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 RESULT = ROOT / "results" / "train" / "smollm2.json"
 TRAINING_SETS = ("gsm8k_train", "mbpp_train", "code_train", "chat_train")
@@ -48,7 +52,7 @@ def main() -> None:
     if count_samples(arguments.work / "data") < SAMPLES:
         make_data(arguments.target, arguments.prompts, arguments.work / "data")
     train(arguments.target, arguments.work)
-    drafter = arguments.work / "train" / "drafter"
+    drafter = arguments.work / list(RUNS)[-1] / "drafter"
     measured = arguments.work / "acceptance.json"
     sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
     if not measured.exists():
@@ -89,12 +93,26 @@ def count_samples(data: Path) -> int:
 
 
 def train(target: Path, work: Path) -> None:
-    out = work / "train"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    flags = ("--data", work / "data", "--out", out, "--config", SETTINGS)
-    resume = ["--resume"] if (out / "training.yaml").exists() else []
     ranks = ("--nproc-per-node", PROCESSES)
-    run([*torchrun, *ranks, "-m", "leadout", "train", target, *flags, *resume])
+    earlier: Path | None = None
+    for name, settings in RUNS.items():
+        out = work / name
+        flags: list[object] = ["--data", work / "data", "--out", out, "--config", settings]
+        if earlier is not None:
+            flags += ["--initial", earlier / "drafter"]
+            share_states(earlier / "run", out / "run")
+        resume = ["--resume"] if (out / "training.yaml").exists() else []
+        run([*torchrun, *ranks, "-m", "leadout", "train", target, *flags, *resume])
+        earlier = out
+
+
+def share_states(earlier: Path, later: Path) -> None:
+    """Both runs read the same samples, cut at the same length: the target's states are the same."""
+    later.mkdir(parents=True, exist_ok=True)
+    for path in earlier.glob("states.*"):
+        if not (later / path.name).exists():
+            os.link(path, later / path.name)
 
 
 def run(command: list[object]) -> None:
@@ -104,9 +122,8 @@ def run(command: list[object]) -> None:
 
 
 def write_result(work: Path, acceptance: dict[str, dict[str, object]]) -> None:
-    curves = curves_of(read_log(work / "train" / "run"))
     data = DataFolder(work / "data")
-    report = json.loads((work / "train" / "drafter" / "training.json").read_text())
+    reports = [json.loads((work / n / "drafter" / "training.json").read_text()) for n in RUNS]
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "data_samples": sum(c.samples for m in data.manifests for c in m.counts.values()),
@@ -115,28 +132,37 @@ def write_result(work: Path, acceptance: dict[str, dict[str, object]]) -> None:
             name: sum(m.counts[name].response_tokens for m in data.manifests if name in m.counts)
             for name in sorted({name for m in data.manifests for name in m.counts})
         },
-        "training_minutes": report["minutes"],
-        "settings": report["config"],
+        "training_minutes": sum(report["minutes"] for report in reports),
         "served_acceptance_length": {name: each["served"] for name, each in acceptance.items()},
         "acceptance": acceptance,
+        "runs": [
+            {"settings": report["config"], "minutes": report["minutes"], **curves(work / name)}
+            for name, report in zip(RUNS, reports, strict=True)
+        ],
+    }
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def curves(run: Path) -> dict[str, object]:
+    found = curves_of(read_log(run / "run"))
+    return {
         "held_out_curve": [
             {
                 "step": record.step,
                 "minutes": record.seconds / 60,
                 "acceptance_length": record.validation.overall.acceptance_length,
                 "by_source": {
-                    name: found.acceptance_length
-                    for name, found in record.validation.by_source.items()
+                    name: of_source.acceptance_length
+                    for name, of_source in record.validation.by_source.items()
                 },
             }
-            for record in curves.validations
+            for record in found.validations
         ],
         "loss_curve": [
-            {"step": r.step, "minutes": r.seconds / 60, "loss": r.loss} for r in curves.steps[::20]
+            {"step": r.step, "minutes": r.seconds / 60, "loss": r.loss} for r in found.steps[::20]
         ],
     }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
