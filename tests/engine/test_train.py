@@ -13,7 +13,7 @@ import torch
 
 from leadout.checkpoints import load_drafter, read_checkpoint, write_checkpoint
 from leadout.data.manifest import DataFolder
-from leadout.engine.decode import DecodeRequest, decode_apart
+from leadout.engine.session import SessionRequest, run_session_apart
 from leadout.train.borrowed import TargetFiles
 from leadout.train.initial import new_drafter, start_from_target
 from support.tiny_chat import MASK_TOKEN
@@ -72,17 +72,17 @@ def test_training_raises_the_acceptance_that_vllm_serves(
     start_from_target(untrained, TargetFiles(target))
     write_checkpoint(tmp_path / "untrained", untrained.state_dict(), config, "zlab")
     prompts = [sample.prompt for sample in data.samples()][:16]
-    before = decode_apart(
-        DecodeRequest(
+    (before,) = run_session_apart(
+        SessionRequest(
             target=str(target),
             drafter=str(tmp_path / "untrained"),
             draft_tokens=config.max_draft_tokens,
-            prompts=prompts,
+            prompts={"held out": prompts},
             max_tokens=NEW_TOKENS,
             max_length=LENGTH,
             dtype="float32",
         )
-    )
+    ).runs
     assert before.steps > 500
     assert report["served"]["served_steps"] > 300
     assert report["served"]["served"] >= before.acceptance_length + MARGIN

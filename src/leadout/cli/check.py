@@ -76,7 +76,7 @@ def check(
     from leadout.data.chat import TemplateError
     from leadout.data.prompts import PromptError
     from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.decode import DecodeError
+    from leadout.engine.apart import DecodeError
     from leadout.engine.folders import ModelNotFoundError
     from leadout.engine.generate import EngineStartError
 

@@ -48,7 +48,7 @@ def train(
     from leadout.data.shards import ShardError
     from leadout.dflash.config import InvalidDrafterError
     from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.decode import DecodeError
+    from leadout.engine.apart import DecodeError
     from leadout.engine.folders import ModelNotFoundError
     from leadout.train.borrowed import MissingTensorError
     from leadout.train.command import (

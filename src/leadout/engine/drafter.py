@@ -98,7 +98,10 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         it: the context's keys and values, which later blocks need, are stored before this pass.
         """
         if _drafts_nothing():
-            return self.model.norm.weight.new_empty(len(positions), self.config.hidden_size)
+            unused: Tensor = self.model.norm.weight.new_empty(
+                len(positions), self.config.hidden_size
+            )
+            return unused
         hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
         return hidden
 

@@ -1,4 +1,4 @@
-"""One start of the engine, and all that a check wants of it: answers, counters, recorded drafts.
+"""One start of the engine, and all that is wanted of it: answers, counters, recorded drafts.
 
 The process reads a request from its standard input and writes the result as its last line:
 
@@ -19,7 +19,7 @@ from leadout.engine.generate import Ask, TextEngine
 from leadout.engine.recorded import RecordedText, write_texts
 from leadout.engine.recorder import DraftRecorder
 
-# Requests at a time, as `leadout.engine.decode` has them.
+# Requests at a time.
 CONCURRENCY = 16
 
 
@@ -56,6 +56,10 @@ class SetRun(_Message):
     steps: int
     accepted_by_position: list[int]
 
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + sum(self.accepted_by_position) / max(self.steps, 1)
+
 
 class SessionResult(_Message):
     runs: list[SetRun]
@@ -89,7 +93,7 @@ def run(request: SessionRequest) -> SessionResult:
     return SessionResult(runs=runs)
 
 
-def run_session_apart(request: SessionRequest, report: Report) -> SessionResult:
+def run_session_apart(request: SessionRequest, report: Report = lambda _: None) -> SessionResult:
     """In a process of its own."""
     return run_apart(__spec__.name, request, SessionResult, report)
 

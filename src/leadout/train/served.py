@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints import load_drafter
 from leadout.dflash.target import Target
-from leadout.engine.decode import DecodeRequest, decode_apart
+from leadout.engine.session import SessionRequest, run_session_apart
 from leadout.train.borrowed import TargetFiles, borrow
 from leadout.train.forward import BlockForward
 from leadout.train.sequences import TrainingSequence
@@ -57,16 +57,16 @@ def compare_with_served(
     """Decode greedily in vLLM with all drafts of the block, then predict for the same texts."""
     model = load_drafter(drafter, precision)
     size = model.config.block_size
-    request = DecodeRequest(
+    request = SessionRequest(
         target=str(target),
         drafter=str(drafter),
         draft_tokens=size - 1,
-        prompts=[list(prompt) for prompt in prompts],
+        prompts={"held out": [list(prompt) for prompt in prompts]},
         max_tokens=max_tokens,
         max_length=max_length,
         dtype=str(precision).removeprefix("torch."),
     )
-    served = decode_apart(request)
+    (served,) = run_session_apart(request).runs
     sequences = [
         TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
         for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))

@@ -17,7 +17,8 @@ from leadout.checkpoints import load_drafter, read_checkpoint
 from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
 from leadout.dflash.generate import generate
-from leadout.engine.decode import DecodeError, DecodeRequest, DecodeResult
+from leadout.engine.apart import DecodeError
+from leadout.engine.session import SessionRequest, SessionResult, SetRun
 from leadout.train import command, served
 from leadout.train.config import TrainConfig
 from leadout.train.log import read_log
@@ -33,34 +34,37 @@ FLAGS = [
 Train = Callable[..., Result]
 
 
-def reference_decode(request: DecodeRequest) -> DecodeResult:
+def reference_decode(request: SessionRequest) -> SessionResult:
     """What vLLM would do, by the reference loop."""
     assert request.drafter is not None
     drafter = load_drafter(Path(request.drafter), torch.float32)
-    longest = max(len(prompt) for prompt in request.prompts)
+    ((name, prompts),) = request.prompts.items()
+    longest = max(len(prompt) for prompt in prompts)
     assert longest + request.max_tokens <= request.max_length
     completions = generate(
         loaded(Path(request.target), drafter.config.target_layer_ids),
         drafter,
-        request.prompts,
+        prompts,
         max_new_tokens=request.max_tokens,
         draft_tokens=request.draft_tokens,
         stop_tokens=STOPS,
     )
     accepted = [count for completion in completions for count in completion.accepted]
-    return DecodeResult(
+    found = SetRun(
+        prompt_set=name,
+        temperature=0.0,
         answers=[completion.tokens for completion in completions],
         steps=len(accepted),
-        accepted=sum(accepted),
         accepted_by_position=[sum(c > k for c in accepted) for k in range(request.draft_tokens)],
     )
+    return SessionResult(runs=[found])
 
 
 @pytest.fixture
 def train(
     target_folder: Path, data: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Train]:
-    monkeypatch.setattr(served, "decode_apart", reference_decode)
+    monkeypatch.setattr(served, "run_session_apart", reference_decode)
     monkeypatch.setattr(command, "SERVED_TOKENS", 40)
 
     def run(*words: str, out: str = "out", folder: Path = data.folder) -> Result:
@@ -162,11 +166,12 @@ def test_an_engine_that_accepts_otherwise_fails_the_run(
     accepted: int,
     message: str,
 ) -> None:
-    def differs(request: DecodeRequest) -> DecodeResult:
-        counted = {"steps": steps, "accepted": accepted}
-        return reference_decode(request).model_copy(update=counted)
+    def differs(request: SessionRequest) -> SessionResult:
+        (run,) = reference_decode(request).runs
+        counted = {"steps": steps, "accepted_by_position": [accepted]}
+        return SessionResult(runs=[run.model_copy(update=counted)])
 
-    monkeypatch.setattr(served, "decode_apart", differs)
+    monkeypatch.setattr(served, "run_session_apart", differs)
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 1
     assert message in ended.stderr
@@ -199,15 +204,15 @@ def test_more_than_five_percent_is_too_much(predicted: float) -> None:
 def test_an_engine_that_dies_fails_the_run_with_its_last_words(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fails(_: DecodeRequest) -> DecodeResult:
+    def fails(_: SessionRequest) -> SessionResult:
         raise DecodeError("vLLM ended with code 1; its last lines:\nno room")
 
-    monkeypatch.setattr(served, "decode_apart", fails)
+    monkeypatch.setattr(served, "run_session_apart", fails)
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 1
     assert "no room" in ended.stderr
     # A later attempt needs no training: the run is there.
-    monkeypatch.setattr(served, "decode_apart", reference_decode)
+    monkeypatch.setattr(served, "run_session_apart", reference_decode)
     assert train("--epochs", "0.3", "--resume").exit_code == 0
 
 

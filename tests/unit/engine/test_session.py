@@ -1,4 +1,4 @@
-"""A decode in a process of its own: what goes in, what comes out, and what its failure says."""
+"""An engine in a process of its own: what goes in, what comes out, and what its failure says."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from leadout.engine import apart
-from leadout.engine.decode import DecodeError, DecodeRequest, DecodeResult, decode_apart
+from leadout.engine.apart import DecodeError
+from leadout.engine.session import SessionRequest, SessionResult, SetRun, run_session_apart
 
-REQUEST = DecodeRequest(
-    target="t", drafter="d", draft_tokens=3, prompts=[[1, 2]], max_tokens=4, max_length=64
+REQUEST = SessionRequest(
+    target="t", drafter="d", draft_tokens=3, prompts={"s": [[1, 2]]}, max_tokens=4, max_length=64
 )
-RESULT = DecodeResult(answers=[[5]], steps=4, accepted=6, accepted_by_position=[3, 2, 1])
+RUN = SetRun(
+    prompt_set="s", temperature=0.0, answers=[[5]], steps=4, accepted_by_position=[3, 2, 1]
+)
+RESULT = SessionResult(runs=[RUN])
 
 
 @pytest.fixture
@@ -35,10 +39,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_request_and_result_pass_through(engine: Path) -> None:
-    assert decode_apart(REQUEST) == RESULT
-    assert RESULT.acceptance_length == 2.5
-    assert (engine / "words").read_text() == "-m leadout.engine.decode\n"
-    assert DecodeRequest.model_validate_json((engine / "request").read_text()) == REQUEST
+    assert run_session_apart(REQUEST) == RESULT
+    assert RUN.acceptance_length == 2.5
+    assert (engine / "words").read_text() == "-m leadout.engine.session\n"
+    assert SessionRequest.model_validate_json((engine / "request").read_text()) == REQUEST
 
 
 def test_the_engine_does_not_take_the_trainers_ranks_for_its_own(
@@ -51,7 +55,7 @@ def test_the_engine_does_not_take_the_trainers_ranks_for_its_own(
     for name in of_torchrun:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    decode_apart(REQUEST)
+    run_session_apart(REQUEST)
     lines = (engine / "environment").read_text().splitlines()
     found = dict(line.partition("=")[::2] for line in lines)
     assert not set(of_torchrun) & set(found)
@@ -66,4 +70,4 @@ def test_a_failure_ends_with_the_engines_last_words(
     if output is not None:
         (engine / "output").write_text(output)
     with pytest.raises(DecodeError, match=rf"ended with code {code}(.|\n)*last words of vLLM"):
-        decode_apart(REQUEST)
+        run_session_apart(REQUEST)
