@@ -7,6 +7,7 @@ from pathlib import Path
 
 from leadout.checkpoints.store import replacing
 from leadout.data.manifest import DataFolder
+from leadout.pairing.names import hub_name, last_part
 from leadout.train.log import Record
 from leadout.train.report import Curves, TrainReport, curves_of
 
@@ -19,10 +20,22 @@ CURVES = "curves.svg"
 def write_companions(
     folder: Path, report: TrainReport, data: DataFolder, records: Sequence[Record]
 ) -> None:
+    report = without_folders(report)
     report.config.write(folder / SETTINGS)
     _write(folder / RECORD, report.model_dump_json(indent=2) + "\n")
     drawn = draw_curves(folder / CURVES, curves_of(records))
     _write(folder / CARD, model_card(report, data, drawn))
+
+
+def without_folders(report: TrainReport) -> TrainReport:
+    """As it can travel with the drafter: folders of this machine mean nothing elsewhere."""
+    initial = last_part(report.config.initial)
+    changes = {
+        "drafter": last_part(report.drafter),
+        "target": hub_name(report.target) or last_part(report.target),
+        "config": report.config.model_copy(update={"initial": initial}),
+    }
+    return report.model_copy(update=changes)
 
 
 def model_card(report: TrainReport, data: DataFolder, with_curves: bool) -> str:
