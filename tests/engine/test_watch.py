@@ -2,6 +2,7 @@
 
 import json
 import logging
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from leadout.engine import watch
+from leadout.engine.live_numbers import LiveNumbers, numbers_file, write_numbers
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import Server, server_command
 from leadout.engine.watch import AcceptanceWatch
@@ -145,7 +147,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
 def config(method: str | None = "dflash") -> Any:
     speculative = None if method is None else SimpleNamespace(method=method, model="a/drafter")
     model = SimpleNamespace(model="a/target", served_model_name="name")
-    return SimpleNamespace(speculative_config=speculative, model_config=model)
+    return SimpleNamespace(speculative_config=speculative, model_config=model, instance_id="a-test")
 
 
 def step(drafts: int, accepted: int) -> SchedulerStats:
@@ -158,6 +160,20 @@ def step(drafts: int, accepted: int) -> SchedulerStats:
 
 def test_vllm_finds_the_watch() -> None:
     assert AcceptanceWatch in load_stat_logger_plugin_factories()
+
+
+def test_live_controls_numbers_stand_beside_the_acceptance(
+    registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    AcceptanceWatch(vllm_config=config(), engine_indexes=[0, 1])
+    assert "leadout:draft_length" not in generate_latest(registry).decode()
+    numbers = LiveNumbers(written=time.time(), steps=2, drafted=5, gain=1.5)
+    write_numbers(numbers, numbers_file("a-test", 1))
+    shown = parse(generate_latest(registry).decode())
+    assert shown["leadout:draft_length", "name", "1"] == 2.5
+    assert shown["leadout:estimated_gain", "name", "1"] == 1.5
+    assert ("leadout:draft_length", "name", "0") not in shown
 
 
 def test_gauges_tell_engines_apart_and_fade_without_drafts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from leadout.check.words import (
 )
 from leadout.checkpoints.store import replacing
 from leadout.pages import svg
-from leadout.pages.style import STYLE
+from leadout.pages.html import document, folded, table
 from leadout.pairing.names import last_part
 
 OFFLINE = "offline"
@@ -46,12 +45,7 @@ def page(result: CheckResult) -> str:
         _tried(result),
         _versions(result),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>leadout check: {escape(name)}</title><style>{STYLE}{svg.STYLE}</style></head>\n"
-        f"<body>\n{chr(10).join(part for part in parts if part)}\n</body></html>\n"
-    )
+    return document(f"leadout check: {name}", parts)
 
 
 def _circumstances(result: CheckResult) -> str:
@@ -170,7 +164,7 @@ def _acceptance_table(result: CheckResult) -> str:
         ]
         for row in acceptance_rows(result)
     ]
-    return _folded("All numbers", _table(heads, rows, words=1))
+    return folded("All numbers", table(heads, rows, words=1))
 
 
 def _parity(parity: Parity) -> str:
@@ -182,8 +176,8 @@ def _parity(parity: Parity) -> str:
     if not rows:
         return shown
     heads = ["tensor", "largest relative difference", "explained by rounding"]
-    table = _table(heads, rows, words=1)
-    return shown + _folded("Differences between engine and reference, by tensor", table)
+    differences = table(heads, rows, words=1)
+    return shown + folded("Differences between engine and reference, by tensor", differences)
 
 
 def _lossless(lossless: Lossless) -> str:
@@ -192,8 +186,8 @@ def _lossless(lossless: Lossless) -> str:
         return shown
     worst = sorted(lossless.divergences, key=lambda each: -each.logit_gap)[:_MOST_DIVERGENCES]
     rows = [[each.prompt_set, f"{each.position}", f"{each.logit_gap:.3g}"] for each in worst]
-    table = _table(["prompts", "position in the answer", "logit gap"], rows, words=1)
-    return shown + _folded("Where texts part, the widest gap first", table)
+    places = table(["prompts", "position in the answer", "logit gap"], rows, words=1)
+    return shown + folded("Where texts part, the widest gap first", places)
 
 
 def _tried(result: CheckResult) -> str:
@@ -220,7 +214,7 @@ def _tried(result: CheckResult) -> str:
     )
     return (
         f'<h2>What was tried</h2><p class="soft">{explained}</p>'
-        f"{svg.intervals(points, 'gain of each change')}{_table(heads, rows, words=2)}"
+        f"{svg.intervals(points, 'gain of each change')}{table(heads, rows, words=2)}"
     )
 
 
@@ -228,25 +222,7 @@ def _versions(result: CheckResult) -> str:
     if not result.versions:
         return ""
     rows = [[name, version] for name, version in result.versions.items()]
-    return _folded("Versions", _table(["", "version"], rows, words=2))
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """The first columns are words, the others numbers."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        shown = (
-            f"<{tag}{'' if place < words else ' class=number'}>{escape(cell)}</{tag}>"
-            for place, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(shown)}</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f'<div class="wide"><table>{line(heads, "th")}{body}</table></div>'
-
-
-def _folded(summary: str, content: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+    return folded("Versions", table(["", "version"], rows, words=2))
 
 
 def _point(label: str, interval: Interval) -> svg.Point:

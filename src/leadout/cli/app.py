@@ -2,7 +2,7 @@
 
 import typer
 
-from leadout.cli import check, convert, data, env, inspect, serve, train
+from leadout.cli import bench, check, convert, data, env, inspect, serve, train, tune
 from leadout.version import __version__
 
 app = typer.Typer(
@@ -15,7 +15,9 @@ app = typer.Typer(
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     serve.serve
 )
+app.command("tune")(tune.tune)
 app.command("check", cls=check.VerdictCommand)(check.check)
+app.command("bench", context_settings={"allow_extra_args": True})(bench.bench)
 app.command("data")(data.data)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)

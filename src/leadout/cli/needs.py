@@ -7,8 +7,10 @@ from leadout.environment import Need, usability
 ENGINE = Need(
     module="vllm", remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator)"
 )
+PANDAS = Need(module="pandas", remedy="pip install 'leadout[bench]'")  # of the load generator
 
 NEEDS: dict[str, tuple[Need, ...]] = {
+    "bench": (ENGINE, PANDAS),
     "check": (ENGINE,),  # not with --static
     "convert": (),
     "data": (ENGINE,),
@@ -16,6 +18,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "inspect": (),
     "serve": (ENGINE,),
     "train": (ENGINE,),
+    "tune": (ENGINE,),
 }
 
 

@@ -1,6 +1,7 @@
 """`leadout serve`: a vLLM server with a drafter that fits, or the reason why it does not."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,14 @@ def serve(
         str | None,
         typer.Option(help="Folder or hub name of the drafter; 'auto': a published one."),
     ] = None,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(help="File that `leadout tune` wrote: how much to draft at which load."),
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Choose how much to draft at every step, by what it gains."),
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print the command and stop.")] = False,
     if_unfit: Annotated[
         IfUnfit, typer.Option(help="Refuse to serve, or serve without speculation.")
@@ -40,15 +49,16 @@ def serve(
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
     from leadout.checkpoints import CheckpointError
+    from leadout.control.tuned import TunedFileError
     from leadout.engine.folders import ModelNotFoundError
     from leadout.engine.pair import UnfitPairError
     from leadout.engine.serve import Request, make_plan
 
     typer.echo("leadout: examining target, drafter and settings, some seconds", err=True)
-    request = Request(target, draft, if_unfit.value, tuple(context.args))
+    request = Request(target, draft, if_unfit.value, tuple(context.args), tuned, live)
     try:
         made = make_plan(request)
-    except (UnfitPairError, CheckpointError, ModelNotFoundError) as problem:
+    except (UnfitPairError, CheckpointError, ModelNotFoundError, TunedFileError) as problem:
         typer.echo(f"leadout serve refuses: {problem}", err=True)
         raise typer.Exit(2) from None
     for note in made.notes:

@@ -27,6 +27,7 @@ class Ask:
     top_p: float = 1.0
     seed: int | None = None
     stop_tokens: Sequence[int] = ()  # besides the target's own
+    ignores_end: bool = False  # write on to max_tokens, whatever the target says
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class TextEngine:
         drafter: str | None = None,
         draft_tokens: int = 0,  # K
         eager: bool = False,
+        **settings: Any,  # more of vLLM's
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -74,6 +76,7 @@ class TextEngine:
                 compilation_config={"custom_ops": ["all"]} if on_cpu else None,
                 speculative_config=_speculation(drafter, draft_tokens),
                 disable_log_stats=drafter is None,
+                **settings,
             )
         except ValueError as problem:
             reason = " ".join(str(problem).split()).partition(" [type=")[0]
@@ -103,6 +106,7 @@ class TextEngine:
                 seed=ask.seed if ask.temperature > 0 else None,
                 max_tokens=ask.max_tokens,
                 stop_token_ids=list(ask.stop_tokens) or None,
+                ignore_eos=ask.ignores_end,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),

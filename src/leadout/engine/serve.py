@@ -9,18 +9,31 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
+from leadout.control.tuned import Tuned, read_tuned
 from leadout.engine.folders import ModelNotFoundError, local_folder
+from leadout.engine.live_settings import LiveSettings, engine_settings
 from leadout.engine.pair import UnfitPairError, pair_of, pair_to_be, require_no_refusal
 from leadout.engine.server import server_command
+from leadout.engine.tuned_speculation import (
+    DRAFT_LENGTH,
+    notes_on_circumstances,
+    require_measured_pair,
+    require_no_other_draft_length,
+    speculation_by,
+)
 from leadout.pairing import Severity, examine
 from leadout.pairing.published import AS_OF, find_published
 from leadout.pairing.server_rules import batched_tokens_for
 from leadout.pairing.target import read_any_config
 
 AUTO = "auto"
+NOTHING_TO_DRAFT = (
+    "serving WITHOUT speculation: by --tuned this drafter gains nothing here at any load"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,8 @@ class Request:
     draft: str | None
     if_unfit: Literal["refuse", "bare"]
     flags: tuple[str, ...]  # any flag of vLLM's server
+    tuned: Path | None = None  # what `leadout tune` wrote
+    live: bool = False  # decide how much to draft at every step
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,25 @@ def make_plan(request: Request) -> Plan:
     target = request.target if named is None or request.draft is not None else named
     asked = _asked_speculation(target, request.flags)
     method = asked.get("method", "dflash")
+    if method != "dflash" and request.tuned is not None:
+        raise UnfitPairError(
+            f"--tuned: found speculation by {method} in --speculative-config, wanted dflash, which "
+            "was measured; leave out one of the two"
+        )
+    if method != "dflash" and request.live:
+        raise UnfitPairError(
+            f"--live: found speculation by {method} in --speculative-config, wanted dflash; leave "
+            "out one of the two"
+        )
     if method != "dflash" and request.draft is None:
         passed_on = f"speculation by {method}: passed on to vLLM, not examined"
         return Plan(server_command(target, request.flags), [passed_on])
+    tuned = None if request.tuned is None else read_tuned(request.tuned)
     draft = request.draft or asked.get("model") or (request.target if named else None)
+    if draft is None and tuned is not None:
+        draft = _drafter_of(tuned, notes)
     if draft is None:
-        return Plan(server_command(target, request.flags), ["no drafter: plain vLLM"])
+        return Plan(server_command(target, request.flags), [*notes, "no drafter: plain vLLM"])
     if target != request.target:
         notes.append(f"target {target}: named by the speculators checkpoint {request.target}")
     bare = _without_speculation(request.flags)
@@ -63,7 +91,14 @@ def make_plan(request: Request) -> Plan:
         checkpoint = read_checkpoint(local_folder(draft, asked.get("revision")))
         load_weights(checkpoint)  # a value that is not finite is found now, not by the server
         notes += [f"drafter: {note}" for note in checkpoint.notes]
-        flags = _fitting_flags(target, draft, checkpoint, asked, bare, notes)
+        if tuned is not None:
+            require_no_other_draft_length(asked)
+            require_measured_pair(tuned, local_folder(target), checkpoint.path)
+        flags = _fitting_flags(
+            target, draft, checkpoint, asked, bare, notes, tuned, is_live=request.live
+        )
+        if request.live:
+            flags += _live_flags(request.tuned, parse(target, bare))
         return Plan(server_command(target, flags), notes)
     except (UnfitPairError, CheckpointError, ModelNotFoundError) as problem:
         if request.if_unfit == "refuse":
@@ -79,10 +114,26 @@ def _fitting_flags(
     asked: dict[str, Any],
     bare: list[str],
     notes: list[str],
+    tuned: Tuned | None,
+    *,
+    is_live: bool,
 ) -> list[str]:
     """The flags of a server for this pair, put right where that is possible, else an error."""
-    draft_tokens = _draft_tokens(asked.get("num_speculative_tokens"), checkpoint, notes)
     config = vllm_config_of(target, bare)
+    if tuned is not None:
+        notes += notes_on_circumstances(tuned, config)
+    if tuned is None or is_live:
+        lengths = {DRAFT_LENGTH: _draft_tokens(asked.get(DRAFT_LENGTH), checkpoint, notes)}
+        if is_live:
+            start = "nothing, and measures" if tuned is None else "the costs in the tuned file"
+            notes.append(f"--live: K is the most; chosen at every step, starting from {start}")
+    else:
+        lengths = speculation_by(tuned, config)
+        if not lengths:
+            notes.append(NOTHING_TO_DRAFT)
+            return bare
+        notes.append(f"--tuned: {json.dumps(lengths)}")
+    draft_tokens = lengths[DRAFT_LENGTH]
     sequences = config.scheduler_config.max_num_seqs
     budget = config.scheduler_config.max_num_batched_tokens
     needed = batched_tokens_for(sequences, draft_tokens)
@@ -95,12 +146,30 @@ def _fitting_flags(
         config = vllm_config_of(target, bare)
     # The rules speak first, as vLLM's own refusals name neither a rule nor a remedy.
     require_no_refusal(examine(pair_to_be(config, checkpoint, draft_tokens)))
-    ours = {"method": "dflash", "model": draft, "num_speculative_tokens": draft_tokens}
+    ours = {"method": "dflash", "model": draft, **lengths}
     flags = [*bare, "--speculative-config", json.dumps({**asked, **ours})]
     findings = examine(pair_of(vllm_config_of(target, flags)))
     notes += [str(finding) for finding in findings if finding.severity is Severity.WARN]
     require_no_refusal(findings)
     return flags
+
+
+def _live_flags(tuned: Path | None, asked: Any) -> list[str]:
+    """What switches live control on, beside the user's flags as vLLM parsed them."""
+    if asked.scheduler_cls is not None:
+        raise UnfitPairError(
+            f"--live: found --scheduler-cls {asked.scheduler_cls} as well, wanted one scheduler; "
+            "leave out one of the two"
+        )
+    if asked.data_parallel_size > 1:
+        raise UnfitPairError(
+            f"--live: found data_parallel_size {asked.data_parallel_size}, wanted 1; start one "
+            "server for each replica, or leave out --live"
+        )
+    settings = LiveSettings(tuned=None if tuned is None else tuned.resolve())
+    made = engine_settings(settings, dict(asked.additional_config or {}))
+    additional = json.dumps(made["additional_config"])
+    return ["--scheduler-cls", made["scheduler_cls"], "--additional-config", additional]
 
 
 def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -> int:
@@ -116,6 +185,20 @@ def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -
             f"drafter's block of {most + 1} slots was never trained for more"
         )
     return min(asked, most)
+
+
+def _drafter_of(tuned: Tuned, notes: list[str]) -> str | None:
+    """The drafter that was measured; none if the file says to serve without it."""
+    if Path(tuned.drafter.name).is_dir():
+        notes.append(f"drafter {tuned.drafter.name}: named by --tuned")
+        return tuned.drafter.name
+    if tuned.most_drafts == 0:
+        notes.append(NOTHING_TO_DRAFT)
+        return None
+    raise ModelNotFoundError(
+        f"--tuned: found the drafter {tuned.drafter.name} in the file, which is no folder here, "
+        "wanted one; name it with --draft"
+    )
 
 
 def _target_named_by(name: str) -> str | None:

@@ -4,7 +4,8 @@ vLLM's API server makes one `AcceptanceWatch` (entry point group `vllm.stat_logg
 its own loggers. It watches DFlash servers only, and nothing with LEADOUT_PLUGIN=0.
 
 `leadout:acceptance_length` and `leadout:acceptance_rate{position}` are computed when they are
-scraped, and absent when the last minute had no drafts.
+scraped, and absent when the last minute had no drafts. With live control its gauges stand beside
+them (`live_gauges`).
 
 With several API servers (Prometheus' multiprocess mode) `/metrics` shows no gauges, only vLLM's
 counters: each API server sees a share of the steps, and warns by its share.
@@ -28,7 +29,9 @@ from prometheus_client.core import GaugeMetricFamily
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
+from leadout.engine import live_gauges
 from leadout.engine.acceptance_window import AcceptanceWindow, BelowBreakEven
+from leadout.engine.live_numbers import numbers_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.support import is_supported
 
@@ -49,6 +52,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
         self._is_watching = False
         # vLLM records on the event loop and answers scrapes on other threads.
         self._lock = Lock()
+        self._engines = engine_indexes
         self._windows: dict[int, AcceptanceWindow] = defaultdict(AcceptanceWindow)
         # All engines run the same drafter, so one verdict is for all.
         self._all_engines = AcceptanceWindow()
@@ -79,7 +83,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         """The names, which the registry cannot learn from a collection without drafts."""
-        return _new_gauges()
+        return [*_new_gauges(), *live_gauges.families()]
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         if not self._is_watching:
@@ -94,6 +98,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
         global _shown
         target, drafter = vllm_config.model_config.model, vllm_config.speculative_config.model
         self._model_name = str(vllm_config.model_config.served_model_name)
+        self._instance = vllm_config.instance_id
         self._below_break_even = BelowBreakEven.from_environment(
             os.environ,
             remedy=f"run `leadout check {target} {drafter}`, or serve without the drafter",
@@ -123,6 +128,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
     def _gauges(self) -> Iterable[GaugeMetricFamily]:
         now = monotonic()
         length, rate = _new_gauges()
+        live = live_gauges.families()
         with self._lock:
             for engine, window in self._windows.items():
                 labels = [self._model_name, str(engine)]
@@ -131,7 +137,10 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
                     length.add_metric(labels, acceptance_length)
                 for position, share in enumerate(window.acceptance_per_position(now)):
                     rate.add_metric([*labels, str(position)], share)
-        return length, rate
+            for engine in self._engines:
+                labels = [self._model_name, str(engine)]
+                live_gauges.fill(live, labels, numbers_file(self._instance, engine))
+        return [length, rate, *(gauge for gauge in live if gauge.samples)]
 
     def _give_up(self, error: Exception) -> None:
         self._is_watching = False

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: bars, intervals and lines, for pages that load nothing.
+"""Small charts as SVG text: bars, intervals, lines and dots, for pages that load nothing.
 
 Colours come from the page through `STYLE`, so that a chart follows light and dark. Every mark has
 its exact number as a tooltip.
@@ -21,13 +21,17 @@ svg.chart .whisker { stroke: currentColor; stroke-opacity: .75; stroke-width: 1.
 svg.chart .s0 { --c: light-dark(#2563eb, #7aa2ff); }
 svg.chart .s1 { --c: light-dark(#d97706, #f5b04c); }
 svg.chart .s2 { --c: light-dark(#0d9488, #4fd1c5); }
+svg.chart .s3 { --c: light-dark(#be185d, #f472b6); }
+svg.chart .s4 { --c: light-dark(#6d28d9, #c4b5fd); }
 svg.chart .mark { fill: var(--c); }
 svg.chart .line { fill: none; stroke: var(--c); stroke-width: 2; }
 svg.chart .band { fill: var(--c); fill-opacity: .18; }
+svg.chart .near { fill: currentColor; fill-opacity: .07; }
 """
-_COLOURS = 3
+_COLOURS = 5
 _RIGHT, _AXIS, _LEGEND = 58, 30, 24
 _LONGEST_LABEL = 30
+_ROOM_FOR_A_NUMBER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +115,7 @@ def lines(series: Sequence[Series], title: str, below: str) -> str:
     scale = height / ticks[-1]
     step = (WIDTH - left - _RIGHT) / max(len(labels) - 1, 1)
     bottom = _LEGEND + height
-    marks = []
-    for tick in ticks:
-        y = bottom - tick * scale
-        end = WIDTH - _RIGHT
-        marks.append(f'<line class="axis" x1="{left}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(_text(left - 8, y + 4, f"{tick:g}", "end"))
+    marks = _level_grid(ticks, left, scale, bottom)
     marks += [
         _text(left + i * step, bottom + 18, _short(x), "middle") for i, x in enumerate(labels)
     ]
@@ -137,6 +136,80 @@ def lines(series: Sequence[Series], title: str, below: str) -> str:
     return _chart(title, bottom + 48, [*_legend(series), *marks])
 
 
+def against(series: Sequence[Series], title: str, below: str, level: float = 1.0) -> str:
+    """Dots with upright whiskers over the labels, beside a line at the level to compare with."""
+    labels = list(dict.fromkeys(point.label for one in series for point in one.points))
+    left, height = 48, 190
+    points = [point for one in series for point in one.points]
+    lows = [point.value if point.low is None else point.low for point in points]
+    ticks = _ticks(min(level, *lows), max(level, *(point.top for point in points)))
+    scale = height / (ticks[-1] - ticks[0])
+    bottom = _LEGEND + height
+    step = (WIDTH - left - _RIGHT) / len(labels)
+    marks = [*_level_grid(ticks, left, scale, bottom)]
+    y = bottom - (level - ticks[0]) * scale
+    end = WIDTH - _RIGHT
+    marks.append(f'<line class="origin" x1="{left}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    for number, label in enumerate(labels):
+        marks.append(_text(left + (number + 0.5) * step, bottom + 18, _short(label), "middle"))
+    marks.append(_text(left + (end - left) / 2, bottom + 38, below, "middle"))
+    apart = min(46.0, 0.85 * step / len(series))  # whiskers of one label stand side by side
+    for place, one in enumerate(series):
+        aside = (place - (len(series) - 1) / 2) * apart
+        inner = []
+        for point in one.points:
+            x = left + (labels.index(point.label) + 0.5) * step + aside
+            y = bottom - (point.value - ticks[0]) * scale
+            if point.low is not None:
+                inner.append(_upright_whisker(x, bottom, scale, ticks[0], point))
+            dot = f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+            inner.append(f"<g>{_title(one.name, point)}{dot}</g>")
+            if apart >= _ROOM_FOR_A_NUMBER:
+                inner.append(_text(x + 7, y + 4, f"{point.value:.2f}", "start"))
+        marks.append(f'<g class="{_colour(place)}">{"".join(inner)}</g>')
+    return _chart(title, bottom + 48, [*_legend(series), *marks])
+
+
+def scatter(
+    series: Sequence[tuple[str, Sequence[tuple[str, float, float]]]],
+    title: str,
+    names: tuple[str, str],
+    margin: float,
+) -> str:
+    """Points (label, x, y) on equal axes, the diagonal, and a band of this share around it."""
+    values = [value for _, points in series for _, x, y in points for value in (x, y)]
+    ticks = _ticks(0.0, max(values))
+    left, size = 58, 360
+    scale = size / ticks[-1]
+    bottom = _LEGEND + size
+
+    def at(x: float, y: float) -> str:
+        return f"{left + x * scale:.1f},{bottom - y * scale:.1f}"
+
+    most = ticks[-1]
+    band = [at(0, 0), at(most / (1 + margin), most), at(most, most), at(most, most * (1 - margin))]
+    marks = [f'<polygon class="near" points="{" ".join(band)}"/>']
+    for tick in ticks:
+        x, y = left + tick * scale, bottom - tick * scale
+        marks.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_LEGEND}" y2="{bottom}"/>')
+        marks.append(
+            f'<line class="axis" x1="{left}" x2="{left + size}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        marks.append(_text(x, bottom + 18, f"{tick:g}", "middle"))
+        marks.append(_text(left - 8, y + 4, f"{tick:g}", "end"))
+    marks.append(f'<polyline class="origin" points="{at(0, 0)} {at(most, most)}"/>')
+    for place, (_, points) in enumerate(series):
+        for label, x, y in points:
+            tip = escape(f"{label}: {names[0]} {x:.3f}, {names[1]} {y:.3f}")
+            cx, cy = at(x, y).split(",")
+            dot = f'<circle class="mark" cx="{cx}" cy="{cy}" r="4" fill-opacity=".8"/>'
+            marks.append(f'<g class="{_colour(place)}"><title>{tip}</title>{dot}</g>')
+    marks.append(_text(left + size / 2, bottom + 38, names[0], "middle"))
+    marks.append(_text(left + size + 10, _LEGEND + 12, f"height: {names[1]}", "start"))
+    legend = _legend([Series(name, []) for name, _ in series])
+    return _chart(title, bottom + 48, [*legend, *marks])
+
+
 def _ticks(low: float, high: float) -> list[float]:
     """Four to nine round numbers that enclose the range."""
     span = max(high - low, 1e-9)
@@ -155,6 +228,22 @@ def _vertical_grid(
         marks.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom:.1f}"/>')
         marks.append(_text(x, bottom + 18, f"{tick:g}", "middle"))
     return marks
+
+
+def _level_grid(ticks: Sequence[float], left: float, scale: float, bottom: float) -> list[str]:
+    marks, end = [], WIDTH - _RIGHT
+    for tick in ticks:
+        y = bottom - (tick - ticks[0]) * scale
+        marks.append(f'<line class="axis" x1="{left}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        marks.append(_text(left - 8, y + 4, f"{tick:g}", "end"))
+    return marks
+
+
+def _upright_whisker(x: float, bottom: float, scale: float, start: float, point: Point) -> str:
+    assert point.low is not None
+    low, high = (bottom - (value - start) * scale for value in (point.low, point.top))
+    ends = "".join(f"M{x - 3:.1f} {y:.1f}H{x + 3:.1f}" for y in (low, high))
+    return f'<path class="whisker" d="M{x:.1f} {low:.1f}V{high:.1f}{ends}"/>'
 
 
 def _whisker(left: float, scale: float, start: float, point: Point, y: float) -> str:

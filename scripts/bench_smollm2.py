@@ -1,0 +1,128 @@
+"""The shipped drafter against bare vLLM, and a random drafter that must not cost anything.
+
+    python scripts/bench_smollm2.py TARGET PROMPTS_FOLDER DATA_FOLDER WORK_FOLDER
+
+Seven prompt sets at four concurrencies. `fixed` is vLLM's own DFlash with all drafts of the block.
+`tuned` is that drafter as Leadout would serve it: it drafts only the tokens that are frequent in
+DATA_FOLDER, the answers that it was trained on, and as many of them as a table of `leadout tune`
+says. Then a drafter of the same shape with random weights on two sets. About forty minutes on two
+quiet cores; a second call goes on where the first was cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported here: the servers inherit these. Threads bound to cores would fight with
+# those of the servers that wait, and with the load generator.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# The model in the engine's own process: else that process waits for it in a loop, on a core that
+# the model needs.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import torch
+
+from leadout.bench.command import bench
+from leadout.bench.files import PICTURE, REPORT, RESULTS, write_files
+from leadout.bench.request import BenchRequest
+from leadout.bench.show import BenchProgress, print_result
+from leadout.checkpoints import read_checkpoint, write_checkpoint
+from leadout.dflash.drafter import Drafter
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
+OUT = ROOT / "results" / "bench"
+SETS = ("alpaca", "gsm8k", "humaneval", "math500", "mbpp", "mt_bench", "spec_bench")
+SETS_OF_RANDOM = ("gsm8k", "mt_bench")
+CONCURRENCIES = (1, 4, 8, 16)
+ROUNDS, WAVES, OUTPUT_TOKENS = 3, 1, 64
+DRAFT_VOCAB = 14_000  # of 49,152
+FLAGS = ("--max-model-len", "2048")  # the longest prompt has 1568 tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("work", type=Path)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    random = arguments.work / "random-drafter"
+    if not random.exists():
+        write_random(random)
+    narrow = arguments.work / "narrow-drafter"
+    if not narrow.exists():
+        write_narrow(narrow, arguments.target, arguments.data)
+    for name, drafter, tuned_drafter, sets in (
+        ("smollm2", SHIPPED, narrow, SETS),
+        ("random", random, random, SETS_OF_RANDOM),
+    ):
+        tuned = tune(name, tuned_drafter, arguments.target, arguments.work)
+        measure(name, drafter, tuned, sets, arguments)
+
+
+def write_narrow(folder: Path, target: Path, data: Path) -> None:
+    convert = [sys.executable, "-m", "leadout", "convert", str(SHIPPED), str(folder)]
+    how = ["--to", "speculators", "--target", str(target), "--frequent-in", str(data)]
+    subprocess.run([*convert, *how, "--draft-vocab", str(DRAFT_VOCAB)], check=True)
+
+
+def write_random(folder: Path) -> None:
+    """The shape of the shipped drafter, nothing of what it has learnt."""
+    config = read_checkpoint(SHIPPED).config
+    torch.manual_seed(0)
+    drafter = Drafter(config)
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.02)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+    write_checkpoint(folder, weights, config, "zlab")
+
+
+def tune(name: str, drafter: Path, target: Path, work: Path) -> Path:
+    tuned = work / f"{name}-tuned.json"
+    if not tuned.exists():
+        command = [sys.executable, "-m", "leadout", "tune", str(target), str(drafter)]
+        most = ["--max-batch", str(max(CONCURRENCIES))]
+        subprocess.run([*command, "--out", str(tuned), *most], check=True)
+        OUT.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(tuned, OUT / tuned.name)
+    return tuned
+
+
+def measure(name: str, drafter: Path, tuned: Path, sets: tuple[str, ...], arguments: Any) -> None:
+    request = BenchRequest(
+        target=str(arguments.target),
+        drafts=(str(drafter),),
+        draft_tokens=(),
+        tuned=tuned,
+        live=False,
+        prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in sets),
+        concurrencies=CONCURRENCIES,
+        rounds=ROUNDS,
+        waves=WAVES,
+        output_tokens=OUTPUT_TOKENS,
+        flags=FLAGS,
+        out=arguments.work / name,
+        resume=True,
+    )
+    with BenchProgress() as progress:
+        result = bench(request, progress)
+    write_files(result, request.out)
+    OUT.mkdir(parents=True, exist_ok=True)
+    for made, kept in ((RESULTS, "json"), (REPORT, "html"), (PICTURE, "svg")):
+        shutil.copyfile(request.out / made, OUT / f"{name}.{kept}")
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Live control on the real engine: changing traffic, a useless drafter, and copied drafts.
+
+    python scripts/measure_live.py TARGET DRAFTER TUNED RANDOM_DRAFTER PROMPTS_FOLDER WORK_FOLDER
+
+Servers stay up and take turns, so that the noise of the machine hits them alike; every ratio is
+taken within a round. Parts:
+
+- `traffic`: code, then translation, then grade-school mathematics, at concurrency 1 and 8, on bare
+  vLLM, two fixed draft lengths, the tuned table and live control;
+- `useless`: a drafter with random weights under live control, against bare vLLM;
+- `copying`: categories of spec_bench under live control, with and without copied drafts.
+
+TUNED is a file of `leadout tune` for DRAFTER. Parts that the result has already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # see scripts/bench_smollm2.py
+
+from rich.progress import track
+
+from leadout.bench.arms import common_flags
+from leadout.bench.prompts import write_prompts
+from leadout.checkpoints import read_checkpoint
+from leadout.engine.load import LoadRequest
+from leadout.engine.load_generator import LoadGenerator
+from leadout.engine.server import Server
+from leadout.provenance import Provenance
+
+OUT = Path(__file__).resolve().parents[1] / "results" / "live" / "smollm2.json"
+PHASES = ("humaneval", "translation", "gsm8k")
+TRAFFIC_REQUESTS = {1: 4, 8: 16}  # of a phase, by concurrency
+USELESS_REQUESTS = {1: 3, 4: 4, 8: 8, 16: 16}
+CATEGORIES = ("summarization", "rag", "coding", "qa", "writing", "translation")
+COPYING_REQUESTS = 4
+TOKENS = 64
+Rates = dict[str, float]  # output tokens per second
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("target", "drafter", "tuned", "random", "prompts", "work"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["traffic", "useless", "copying"])
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    found = json.loads(OUT.read_text()) if OUT.exists() else {}
+    for part in (traffic, useless, copying):
+        name = part.__name__
+        if name not in found and arguments.only in (None, name):
+            found |= {"provenance": Provenance.of_this_run().model_dump(), name: part(arguments)}
+            write(found)
+    print(json.dumps({k: v for k, v in found.items() if isinstance(v, float)}, indent=2))
+
+
+def write(found: dict[str, Any]) -> None:
+    """With the plain numbers first, as far as their parts are there."""
+    if "useless" in found:
+        found["useless_worst_ratio"] = min(found["useless"]["ratios"].values())
+    if "traffic" in found:
+        ratios = found["traffic"]["ratios"].values()
+        found["phase_worst_ratio"] = min(each["worst_phase"] for each in ratios)
+        found["overall_ratio_to_best_single"] = min(each["overall"] for each in ratios)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def traffic(arguments: Any) -> dict[str, Any]:
+    most = read_checkpoint(arguments.drafter).config.max_draft_tokens
+    drafting = ["--draft", str(arguments.drafter)]
+    tuned = [*drafting, "--tuned", str(arguments.tuned)]
+    arms = {
+        "bare": [],
+        "fixed-2": [*drafting, *draft_length(2)],
+        f"fixed-{most}": [*drafting, *draft_length(most)],
+        "tuned": tuned,
+        "live": [*tuned, "--live"],
+    }
+    rounds: list[dict[str, Any]] = []
+    with stage(arguments, arms) as run:
+        for number in track(range(arguments.rounds), description="changing traffic"):
+            for concurrency, requests in TRAFFIC_REQUESTS.items():
+                for arm in rotated(arms, number):
+                    phases = {
+                        phase: run(arm, prompts_of(arguments, phase, number, requests), concurrency)
+                        for phase in PHASES
+                    }
+                    about = {"round": number, "concurrency": concurrency, "arm": arm}
+                    rounds.append({**about, "phases": phases})
+    return {"ratios": {c: traffic_ratios(rounds, c) for c in TRAFFIC_REQUESTS}, "rounds": rounds}
+
+
+def traffic_ratios(rounds: Sequence[dict[str, Any]], concurrency: int) -> dict[str, Any]:
+    """Live against the best fixed length of each phase, and against every other arm on the whole.
+
+    No drafts at all is a fixed length too. Phases have the same number of tokens.
+    """
+    here = [each for each in rounds if each["concurrency"] == concurrency]
+    by_round = {number: {e["arm"]: e["phases"] for e in here if e["round"] == number}
+                for number in {e["round"] for e in here}}  # fmt: skip
+    others = [arm for arm in next(iter(by_round.values())) if arm != "live"]
+    fixed = [arm for arm in others if arm != "tuned"]
+
+    def median(ratio: Any) -> float:
+        return statistics.median(ratio(arms) for arms in by_round.values())
+
+    phases = {
+        phase: min(median(lambda a, f=f, p=phase: a["live"][p] / a[f][p]) for f in fixed)
+        for phase in PHASES
+    }
+    whole = {arm: median(lambda a, o=arm: over_all(a["live"]) / over_all(a[o])) for arm in others}
+    return {
+        "to_best_fixed_by_phase": phases,
+        "worst_phase": min(phases.values()),
+        "to_each_arm_over_all": whole,
+        "overall": min(whole.values()),
+    }
+
+
+def over_all(phases: Mapping[str, float]) -> float:
+    return statistics.harmonic_mean(phases.values())
+
+
+def useless(arguments: Any) -> dict[str, Any]:
+    arms = {"bare": [], "live": ["--draft", str(arguments.random), "--live"]}
+    rounds: list[dict[str, Any]] = []
+    with stage(arguments, arms) as run:
+        for number in track(range(arguments.rounds), description="useless drafter"):
+            for concurrency, requests in USELESS_REQUESTS.items():
+                texts = prompts_of(arguments, "gsm8k", number, requests)
+                rates = {arm: run(arm, texts, concurrency) for arm in rotated(arms, number)}
+                rounds.append({"round": number, "concurrency": concurrency, **rates})
+    ratios = {
+        c: statistics.median(r["live"] / r["bare"] for r in rounds if r["concurrency"] == c)
+        for c in USELESS_REQUESTS
+    }
+    return {"ratios": ratios, "rounds": rounds}
+
+
+def copying(arguments: Any) -> dict[str, Any]:
+    live = ["--draft", str(arguments.drafter), "--tuned", str(arguments.tuned), "--live"]
+    without = {"leadout": {"live": {"copy_match": 0}}}
+    arms = {"live": live, "without": [*live, "--additional-config", json.dumps(without)]}
+    rounds: list[dict[str, Any]] = []
+    with stage(arguments, arms) as run:
+        for number in track(range(arguments.rounds), description="copied drafts"):
+            for category in CATEGORIES:
+                texts = prompts_of(arguments, category, number, COPYING_REQUESTS)
+                rates = {arm: run(arm, texts, 1) for arm in rotated(arms, number)}
+                rounds.append({"round": number, "category": category, **rates})
+    ratios = {
+        name: statistics.median(r["live"] / r["without"] for r in rounds if r["category"] == name)
+        for name in CATEGORIES
+    }
+    return {"ratios": ratios, "rounds": rounds}
+
+
+@contextmanager
+def stage(arguments: Any, arms: Mapping[str, list[str]]) -> Iterator[Any]:
+    """Running servers, and a function that loads one of them and gives its rate."""
+    flags = [*common_flags([16], len(arms), on_cpu=True), "--max-model-len", "2048"]
+    with ExitStack() as stack:
+        generator = stack.enter_context(LoadGenerator(arguments.work / "load.log"))
+        servers = {}
+        for name, words in track(arms.items(), description="servers"):
+            command = [sys.executable, "-m", "leadout", "serve", str(arguments.target)]
+            log = arguments.work / f"{name}.log"
+            servers[name] = stack.enter_context(Server([*command, *words, *flags], log=log))
+
+        def run(arm: str, texts: Sequence[str], concurrency: int) -> float:
+            request = LoadRequest(
+                url=servers[arm].url,
+                prompts=write_prompts(texts, arguments.work / "prompts.jsonl"),
+                requests=len(texts),
+                concurrency=concurrency,
+                output_tokens=TOKENS,
+            )
+            return generator.run(request).tokens_per_second
+
+        for name in servers:  # all batch sizes once
+            run(name, prompts_of(arguments, "gsm8k", 0, 16), 16)
+        yield run
+
+
+def draft_length(k: int) -> list[str]:
+    return ["--speculative-config", json.dumps({"num_speculative_tokens": k})]
+
+
+def rotated(arms: Mapping[str, object], number: int) -> list[str]:
+    names = list(arms)
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def prompts_of(arguments: Any, kind: str, number: int, count: int) -> list[str]:
+    """First turns of a prompt set, or of a category of spec_bench; other ones in each round."""
+    path = arguments.prompts / f"{kind}.jsonl"
+    lines = (path if path.exists() else arguments.prompts / "spec_bench.jsonl").open()
+    records = [json.loads(line) for line in lines]
+    turns = [r["turns"][0] for r in records if path.exists() or r["category"] == kind]
+    return [turns[(number * count + i) % len(turns)] for i in range(count)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Arms against bare vLLM: real servers, vLLM's load generator, rounds, ratios with their spread."""

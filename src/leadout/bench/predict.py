@@ -1,0 +1,91 @@
+"""What a cost model says of a cell, to be held against what was measured.
+
+The engine's time for a request of n output tokens, at concurrency c:
+
+    base / c + per_token * prompt + (n - 1) * step(c, K) / (c * tokens per step)
+
+The first token comes with the prefill. A prompt joins a step that others decode in, so what its
+step costs beyond its tokens is shared by all c. Tokens per step are those of the cell: the model
+predicts speed from acceptance, not acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from leadout.bench.settings import Arm
+from leadout.control.costs import StepCosts
+from leadout.control.table import Range
+from leadout.control.tuned import PrefillLaw, Tuned
+
+CLOSE = 0.15  # a prediction this near to the measured speed-up counts as right
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """One pair on one machine: its steps, its prefills, and its draft lengths by batch size."""
+
+    drafter: str
+    costs: StepCosts
+    bare_prefill: PrefillLaw
+    drafting_prefill: PrefillLaw
+    table: Sequence[Range]
+
+    @classmethod
+    def of(cls, tuned: Tuned, drafter: str) -> CostModel:
+        """`drafter` is what the arms call the tuned file's drafter."""
+        costs, prefills = tuned.costs(), (tuned.prefill_bare, tuned.prefill_drafting)
+        return cls(drafter, costs, *prefills, tuned.table)
+
+    def knows(self, arm: Arm) -> bool:
+        """A tuned arm without a drafter's name has the file's own."""
+        return arm.kind in ("fixed", "tuned") and arm.drafter in (None, self.drafter)
+
+    def draft_tokens(self, arm: Arm, batch: int) -> int:
+        """K of an arm at a batch size; the table's last row goes on beyond its end."""
+        if arm.draft_tokens is not None:
+            return arm.draft_tokens
+        found = (k for first, last, k in self.table if first <= batch <= last)
+        return next(found, self.table[-1][2])
+
+    @property
+    def never_drafts(self) -> bool:
+        return all(k == 0 for _, _, k in self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a cell asked of the server, for each request."""
+
+    concurrency: int
+    prompt_tokens: float
+    output_tokens: int
+
+
+def bare_rate(model: CostModel, served: Served) -> float:
+    """Output tokens per second without a drafter."""
+    step = model.costs.bare_seconds(served.concurrency)
+    return served.output_tokens / _request_seconds(model.bare_prefill, served, step, 1.0)
+
+
+def drafting_rate(model: CostModel, served: Served, k: int, tokens_per_step: float) -> float:
+    """Output tokens per second when every step drafts and verifies k tokens of each request."""
+    step = model.costs.step_seconds(served.concurrency, k)
+    gained = tokens_per_step if k else 1.0
+    return served.output_tokens / _request_seconds(model.drafting_prefill, served, step, gained)
+
+
+def predicted_speedup(model: CostModel, served: Served, k: int, tokens_per_step: float) -> float:
+    return drafting_rate(model, served, k, tokens_per_step) / bare_rate(model, served)
+
+
+def _request_seconds(prefill: PrefillLaw, served: Served, step: float, per_step: float) -> float:
+    c = served.concurrency
+    reading = prefill.base / c + prefill.per_token * served.prompt_tokens
+    return reading + (served.output_tokens - 1) * step / (c * per_step)
+
+
+def share_close(pairs: Sequence[tuple[float, float]]) -> float:
+    """Of (predicted, measured): how many predictions were right."""
+    return sum(abs(said / found - 1) <= CLOSE for said, found in pairs) / len(pairs)

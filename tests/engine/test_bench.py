@@ -1,0 +1,164 @@
+"""`leadout bench` on a tiny pair: real servers, vLLM's own load, and the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from leadout.bench.result import BenchResult
+from leadout.bench.rounds import ROUNDS, Measured, RoundsFile
+from support.drafters import TINY_DRAFTER, write_random_drafter
+from support.processes import Process, family_of, wait_until_gone
+from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
+
+K = TINY_DRAFTER.max_draft_tokens
+TOKENS, CONCURRENCIES, ROUND_COUNT = 12, (1, 4), 3
+KILLED_AFTER = 2  # cells
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# Servers run as users run them, and say which plugins they load.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_LOGGING_LEVEL": "DEBUG",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # there are two of them
+}
+
+
+@dataclass(frozen=True)
+class Story:
+    """A bench that was killed on its way and then resumed."""
+
+    out: Path
+    killed: list[Process]
+    left_by_kill: list[Process]
+    before_resume: list[Measured]
+    printed: str
+
+    @property
+    def result(self) -> BenchResult:
+        return BenchResult.model_validate_json((self.out / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("bench")
+    config = replace(TINY_DRAFTER, target_num_layers=6, mask_token_id=MASK_TOKEN)
+    target = write_tiny_chat_target(folder / "target")
+    drafter = write_random_drafter(folder / "drafter", config)
+    prompts = [{"prompt": f"Tell me {n} words about {n}."} for n in range(20)]
+    (folder / "words.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    words = [sys.executable, "-m", "leadout", "bench", str(target), "--draft", str(drafter)]
+    words += ["--prompts", str(folder / "words.jsonl"), "--out", str(folder / "out")]
+    words += [word for c in CONCURRENCIES for word in ("--concurrency", str(c))]
+    words += ["--rounds", str(ROUND_COUNT), "--waves", "2", "--output-tokens", str(TOKENS)]
+    words += ["--json", "--resume", "--", "--dtype", "float32", "--max-model-len", "256"]
+    killed, left = _kill_on_its_way(words, folder / "out" / ROUNDS)
+    before = RoundsFile(folder / "out").read()
+    ended = subprocess.run(
+        words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    return Story(folder / "out", killed, left, before, ended.stdout)
+
+
+def _kill_on_its_way(words: list[str], rounds: Path) -> tuple[list[Process], list[Process]]:
+    """What was running when the bench was killed, and what of it stayed."""
+    run = subprocess.Popen(
+        words, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    while not rounds.exists() or rounds.read_bytes().count(b"\n") < KILLED_AFTER:
+        assert run.poll() is None, run.communicate()[1].decode()
+        time.sleep(0.1)
+    family = family_of(run.pid)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    return family, wait_until_gone(family, seconds=60)
+
+
+def test_a_kill_leaves_no_server_and_no_generator(story: Story) -> None:
+    assert sum("EngineCore" in process.command for process in story.killed) == 2
+    assert any("leadout.engine.load" in process.command for process in story.killed)
+    assert story.left_by_kill == []
+
+
+def test_a_resumed_bench_measures_nothing_twice(story: Story) -> None:
+    after = RoundsFile(story.out).read()
+    assert len(story.before_resume) >= KILLED_AFTER
+    assert after[: len(story.before_resume)] == story.before_resume
+    cells = [each.cell for each in after]
+    assert len(cells) == len(set(cells)) == len(CONCURRENCIES) * ROUND_COUNT * 2
+
+
+def test_every_cell_has_its_rounds_and_its_speedup(story: Story) -> None:
+    result = story.result
+    assert BenchResult.model_validate_json(story.printed) == result
+    assert [(c.concurrency, c.arm) for c in result.cells] == [
+        (concurrency, arm) for concurrency in CONCURRENCIES for arm in ("bare", "fixed")
+    ]
+    for cell in result.cells:
+        assert cell.prompt_set == "words"
+        assert len(cell.rounds) == ROUND_COUNT
+        assert (cell.speedup is None) == (cell.arm == "bare")
+        assert cell.tokens_per_second.low > 0
+        assert cell.tpot.median > 0
+        for each in cell.rounds:
+            assert each.requests == max(3, 2 * cell.concurrency)
+            assert len(each.ttft_ms) == len(each.tpot_ms) == each.requests
+    assert len(result.geometric_means) == len(CONCURRENCIES)
+
+
+def test_both_arms_answer_the_same_prompts_of_a_round(story: Story) -> None:
+    read: dict[str, dict[tuple[int, int], tuple[int, int]]] = {"bare": {}, "fixed": {}}
+    for each in RoundsFile(story.out).read():
+        key = (each.cell.round, each.cell.concurrency)
+        read[each.cell.arm][key] = (each.load.prompt_tokens, each.load.output_tokens)
+        assert each.load.output_tokens == TOKENS * each.load.requests
+    assert read["bare"] == read["fixed"]
+    # Other prompts in another round: two-digit numbers make them longer.
+    assert read["bare"][0, 4] != read["bare"][1, 4]
+
+
+def test_only_the_arm_with_a_drafter_counts_drafts(story: Story) -> None:
+    for cell in story.result.cells:
+        if cell.arm == "bare":
+            assert cell.acceptance_length is None
+            continue
+        assert cell.acceptance_length is not None
+        assert 1 <= cell.acceptance_length <= K + 1
+        assert len(cell.acceptance_by_position) == K
+        for each in cell.rounds:
+            # A step at least for every block of tokens after the first.
+            assert each.drafts >= each.requests * (TOKENS - 1) / (K + 1)
+
+
+def test_servers_are_vllm_as_it_is_and_keep_no_prefixes(story: Story) -> None:
+    for arm in ("bare", "fixed"):
+        log = (story.out / "logs" / f"{arm}.log").read_text()
+        assert "is present but switched off by LEADOUT_PLUGIN=0" in log
+        assert "'enable_prefix_caching': False" in log
+
+
+def test_the_report_opens_in_a_browser_with_all_its_plots(story: Story) -> None:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    page = f"file://{story.out / 'report.html'}"
+    shown = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--dump-dom", page],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    # Means, the one set, acceptance, latency at each concurrency.
+    assert shown.stdout.count('<svg class="chart"') == 3 + len(CONCURRENCIES)
+    for title in ("speed-up on words", "acceptance by position", "latency at concurrency 4"):
+        assert f'aria-label="{title}"' in shown.stdout
+    assert shown.stdout.count("<circle") > 0

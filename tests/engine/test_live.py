@@ -1,0 +1,292 @@
+"""Live control inside vLLM: the same answers, whatever it decides, and never a dead engine."""
+
+import gc
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leadout.checkpoints import write_checkpoint
+from leadout.control.policy import Decision, Policy
+from leadout.engine.live_settings import LiveSettings, engine_settings
+from support.drafters import TINY_DRAFTER, random_drafter
+from support.models import ROOT, tiny_llama
+
+K = TINY_DRAFTER.max_draft_tokens
+CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
+TOKENS = 40
+DEFAULTS = LiveSettings()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_llama().save_pretrained(folder / "target")
+    write_checkpoint(folder / "drafter", random_drafter(CONFIG).state_dict(), CONFIG, "zlab")
+    return folder / "target", folder / "drafter"
+
+
+def prompts() -> list[list[int]]:
+    """Of many lengths; the last ones repeat themselves, and so will the answers."""
+    draws = random.Random(0)
+    found = [[draws.randrange(2, 320) for _ in range(length)] for length in (3, 9, 17, 30, 5, 12)]
+    return [*found, [7, 8, 9, 10, 11] * 6, [40, 41, 42, 43] * 9]
+
+
+def asks() -> list[Any]:
+    from vllm import SamplingParams
+
+    extra: list[dict[str, Any] | None] = [None] * len(prompts())
+    extra[1], extra[2], extra[3] = {"leadout_draft": "off"}, {"leadout_draft": 2}, None
+    extra[4] = {"leadout_draft": "nonsense"}
+    lengths = [TOKENS, 11, TOKENS, 1, 25, TOKENS, TOKENS, TOKENS]
+    return [
+        SamplingParams(
+            temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False, extra_args=more
+        )
+        for length, more in zip(lengths, extra, strict=True)
+    ]
+
+
+def answers(llm: Any) -> list[list[int]]:
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts()], asks(), use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+Open = Callable[..., Any]
+
+
+@contextmanager
+def engine(target: Path, **settings: Any) -> Iterator[Any]:
+    """An in-process engine of the tiny target, gone again at the end of the block."""
+    from vllm import LLM
+
+    llm = LLM(
+        model=str(target),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        seed=0,
+        **settings,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def bare(pair: tuple[Path, Path]) -> list[list[int]]:
+    with engine(pair[0]) as llm:
+        return answers(llm)
+
+
+@pytest.fixture
+def live(pair: tuple[Path, Path]) -> Open:
+    def open_engine(settings: LiveSettings = DEFAULTS) -> Any:
+        return engine(
+            pair[0],
+            speculative_config={
+                "method": "dflash",
+                "model": str(pair[1]),
+                "num_speculative_tokens": K,
+            },
+            **engine_settings(settings, {}),
+        )
+
+    return open_engine
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Our log lines, wherever vLLM's logging settings send them."""
+    found: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: found.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("vllm.leadout"), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger("vllm.leadout"), "level", logging.INFO)
+    return found
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+class Whim(Policy):
+    """Verifies and drafts at random, copies wherever it can: no choice may change an answer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(K)
+        self._draws = random.Random(seed)
+        self.copied = self.accepted_copies = self.steps = self.verified = 0
+
+    def decide(self, seats: Any) -> Decision:
+        verify, copies = [], []
+        for seat in seats:
+            is_copy = seat.copied > 0 and self._draws.random() < 0.7
+            limit = min(seat.cap, seat.copied if is_copy else seat.available)
+            verify.append(self._draws.randint(0, limit))
+            copies.append(is_copy)
+        return Decision(tuple(verify), self._draws.randint(0, K), False, None, tuple(copies))
+
+    def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
+        self.steps += 1
+        for outcome in outcomes:
+            self.verified += outcome.verified
+            if outcome.copied:
+                self.copied += outcome.verified
+                self.accepted_copies += outcome.accepted
+
+
+def test_answers_are_those_of_bare_vllm(
+    live: Open, bare: list[list[int]], lines: list[str]
+) -> None:
+    with live() as llm:
+        scheduler = scheduler_of(llm)
+        assert type(scheduler).__name__ == "LiveScheduler"
+        assert answers(llm) == bare
+        control = scheduler._control
+        assert control is not None, lines
+        assert control._policy.costs.known
+        # Requests leave nothing behind.
+        assert not control._indexes
+        assert not control._caps
+        nonsense = [line for line in lines if "found 'nonsense'" in line]
+        assert len(nonsense) == 1
+
+        # Whatever is decided: all lengths, all steps, copies in between.
+        whim = Whim(seed=1)
+        control._policy = whim
+        for _ in range(2):
+            assert answers(llm) == bare
+        assert scheduler._control is control, lines
+        assert whim.steps > 20
+        assert whim.accepted_copies > 0
+
+        # Requests that leave in the midst of it.
+        core = llm.llm_engine
+        for number, (prompt, ask) in enumerate(zip(prompts(), asks(), strict=True)):
+            core.add_request(f"r{number}", {"prompt_token_ids": prompt}, ask)
+        finished: dict[str, list[int]] = {}
+        for step in range(200):
+            if step == 4:
+                core.abort_request(["r0", "r6"])
+            for output in core.step():
+                if output.finished:
+                    finished[output.request_id] = list(output.outputs[0].token_ids)
+            if not core.has_unfinished_requests():
+                break
+        for number in (1, 2, 3, 4, 5, 7):
+            assert finished[f"r{number}"] == bare[number]
+        assert scheduler._control is control, lines
+        assert not control._caps
+
+
+def test_a_step_ahead_of_the_model_the_answers_are_the_same(
+    live: Open, bare: list[list[int]], lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU vLLM always schedules in step; what a GPU does is pinned here for once."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    usual = CpuPlatform.check_and_update_config
+
+    def keep_ahead(vllm_config: Any) -> None:
+        usual(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep_ahead))
+    with live() as llm:
+        scheduler = scheduler_of(llm)
+        assert type(scheduler).__name__ == "LiveAsyncScheduler"
+        control = scheduler._control
+        assert control._copy_match == 0
+        assert answers(llm) == bare
+        assert control._policy.costs.known
+        whim = control._policy = Whim(seed=2)
+        assert answers(llm) == bare
+        assert scheduler._control is control, lines
+        assert whim.verified > 50
+        assert whim.copied == 0
+
+
+def test_a_stop_token_among_the_drafts_ends_the_answer_where_bare_vllm_ends_it(
+    live: Open, bare: list[list[int]]
+) -> None:
+    from vllm import SamplingParams
+
+    prompt, whole = prompts()[7], bare[7]
+    stop = whole[10]
+    ask = SamplingParams(
+        temperature=0.0, max_tokens=TOKENS, stop_token_ids=[stop], ignore_eos=True, detokenize=False
+    )
+    with live(LiveSettings(copy_match=1)) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], [ask], use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == whole[: whole.index(stop) + 1]
+
+
+@pytest.mark.parametrize("method", ["decide", "observe", "forget"])
+def test_a_policy_that_fails_costs_one_line(
+    live: Open,
+    bare: list[list[int]],
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(Policy, method, fail)
+    with live() as llm:
+        assert answers(llm) == bare
+        assert scheduler_of(llm)._control is None
+    told = [line for line in lines if "live control is off" in line]
+    assert len(told) == 1
+    assert "RuntimeError: no idea" in told[0]
+
+
+def test_settings_that_cannot_be_read_leave_vllm_as_it_is(
+    live: Open, lines: list[str], tmp_path: Path
+) -> None:
+    with live(LiveSettings(tuned=tmp_path / "absent.json")) as llm:
+        assert scheduler_of(llm)._control is None
+    assert sum("absent.json" in line for line in lines) == 1
+
+
+def test_without_a_drafter_the_scheduler_is_vllms(pair: tuple[Path, Path]) -> None:
+    with engine(pair[0], **engine_settings(DEFAULTS, {})) as llm:
+        assert type(scheduler_of(llm)).__module__.startswith("vllm.")
+
+
+def test_live_control_on_the_v2_runner(pair: tuple[Path, Path], bare: list[list[int]]) -> None:
+    """In Triton's interpreter; drafts stay in the worker there, only their number is chosen."""
+    arguments = [*map(str, pair), str(K), json.dumps(prompts()[:3])]
+    ended = subprocess.run(
+        [sys.executable, "-m", "support.live_on_v2", *arguments],
+        cwd=ROOT / "tests",
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+    )
+    told = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    assert told, ended.stdout[-3000:] + ended.stderr[-3000:]
+    result = json.loads(told[0].removeprefix("RESULT "))
+    assert result["control"]
+    assert result["copy_match"] == 0
+    for number, answer in enumerate(result["answers"]):
+        assert answer == bare[number][: len(answer)]
+    assert len(set(result["lengths"])) > 2  # verified drafts per request and step: many numbers

@@ -1,0 +1,75 @@
+"""`leadout serve --live`: the flags it becomes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leadout.checkpoints.fingerprint import fingerprint
+from leadout.control.tuned import Model, write_tuned
+from leadout.engine.live_settings import SCHEDULER, LiveSettings, settings_of
+from leadout.engine.pair import UnfitPairError
+from leadout.engine.serve import Plan, Request, make_plan, vllm_config_of
+from support.drafters import TINY_DRAFTER, write_random_drafter
+from support.models import tiny_llama
+from support.tuned_files import a_tuning
+
+FLAGS = ("--max-model-len", "128", "--max-num-seqs", "8")
+K = TINY_DRAFTER.max_draft_tokens
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_llama().save_pretrained(folder / "target")
+    config = replace(TINY_DRAFTER, target_num_layers=4)
+    return folder / "target", write_random_drafter(folder / "drafter", config)
+
+
+def plan_of(pair: tuple[Path, Path], *flags: str, tuned: Path | None = None) -> Plan:
+    return make_plan(
+        Request(str(pair[0]), str(pair[1]), "refuse", (*FLAGS, *flags), tuned, live=True)
+    )
+
+
+def config_of(plan: Plan, target: Path) -> Any:
+    flags = plan.command[plan.command.index("--max-model-len") :]
+    return vllm_config_of(str(target), flags)
+
+
+def test_live_control_reaches_vllms_config(pair: tuple[Path, Path]) -> None:
+    plan = plan_of(pair, "--additional-config", '{"other": 1}')
+    config = config_of(plan, pair[0])
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert settings_of(config) == LiveSettings()
+    assert config.additional_config["other"] == 1
+    assert config.speculative_config.num_speculative_tokens == K
+    assert any(note.startswith("--live: K is the most") for note in plan.notes)
+
+
+def test_a_tuned_file_is_the_start_and_not_a_table(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    names = {
+        role: Model(name=str(folder), fingerprint=fingerprint(folder))
+        for role, folder in zip(("target", "drafter"), pair, strict=True)
+    }
+    write_tuned(a_tuning([0.02, 0.0, 0.0, 0.0], **names), path)
+    plan = plan_of(pair, tuned=path)
+    speculation = json.loads(plan.command[plan.command.index("--speculative-config") + 1])
+    assert speculation["num_speculative_tokens"] == K
+    assert "num_speculative_tokens_per_batch_size" not in speculation
+    assert settings_of(config_of(plan, pair[0])).tuned == path.resolve()
+
+
+def test_another_scheduler_or_method_or_replicas_are_refused(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(UnfitPairError, match="--live: found data_parallel_size 2, wanted 1"):
+        plan_of(pair, "--data-parallel-size", "2")
+    with pytest.raises(UnfitPairError, match=r"--live: found --scheduler-cls a\.b as well"):
+        plan_of(pair, "--scheduler-cls", "a.b")
+    ngram = '{"method": "ngram", "num_speculative_tokens": 2}'
+    with pytest.raises(UnfitPairError, match="--live: found speculation by ngram"):
+        plan_of(pair, "--speculative-config", ngram)

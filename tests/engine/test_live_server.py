@@ -1,0 +1,69 @@
+"""`leadout serve --live` over real HTTP: gauges from the engine's process, requests that steer."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leadout.engine.serve import Request, make_plan
+from leadout.engine.server import Server
+from support.shared import QUICK_DRAFTER, first_turns
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
+    flags += ("--max-num-seqs", "8", "--served-model-name", "smollm2")
+    plan = make_plan(Request(str(smollm2), str(QUICK_DRAFTER), "refuse", flags, live=True))
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with Server(plan.command, log=log, environment=environment) as running:
+        yield running
+
+
+def complete(server: Server, prompts: list[str], **more: Any) -> list[str]:
+    def post(prompt: str) -> str:
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 48, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body | {"temperature": 0} | more).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=240) as response:
+            text: str = json.load(response)["choices"][0]["text"]
+            return text
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(post, prompts))
+
+
+def metrics(server: Server) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    rows = [line for line in lines if line.startswith(("leadout:", "vllm:spec_decode_num_draft"))]
+    return {row.partition("{")[0]: float(row.rpartition(" ")[2]) for row in rows}
+
+
+def test_live_control_is_seen_and_steered_from_outside(server: Server) -> None:
+    prompts = first_turns("gsm8k", 4)
+    assert "leadout:draft_length" not in metrics(server)
+    off = complete(server, prompts, vllm_xargs={"leadout_draft": "off"})
+    assert metrics(server)["vllm:spec_decode_num_draft_tokens_total"] == 0
+    free = complete(server, prompts)
+    assert complete(server, prompts, vllm_xargs={"leadout_draft": "what"}) == free
+    assert off == free  # float32: no near-ties that another batch would flip
+    time.sleep(1.1)
+    complete(server, prompts[:1])
+    shown = metrics(server)
+    assert shown["vllm:spec_decode_num_draft_tokens_total"] > 0
+    assert 0 < shown["leadout:draft_length"] <= 3
+    assert 0 <= shown["leadout:skipped_drafts"] <= 1
+    assert shown["leadout:estimated_gain"] >= 1
+    log = server.log.read_text()
+    assert log.count("found 'what', wanted 'off' or a whole number") == 1
+    assert "live control is off" not in log

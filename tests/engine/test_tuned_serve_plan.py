@@ -1,0 +1,176 @@
+"""`leadout serve --tuned`: the settings that a tuned file becomes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from leadout.checkpoints.fingerprint import fingerprint
+from leadout.control.tuned import Model, Tuned, TunedFileError, write_tuned
+from leadout.engine.folders import ModelNotFoundError
+from leadout.engine.pair import UnfitPairError
+from leadout.engine.serve import NOTHING_TO_DRAFT, Plan, Request, make_plan
+from leadout.engine.tuned_speculation import speculation_by, table_up_to
+from support.drafters import TINY_DRAFTER, write_random_drafter
+from support.models import tiny_llama
+from support.tuned_files import a_tuning
+
+GOOD, USELESS = [0.9, 0.85, 0.8, 0.8], [0.02, 0.0, 0.0, 0.0]
+FLAGS = ("--max-model-len", "128", "--max-num-seqs", "32", "--dtype", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = replace(TINY_DRAFTER, target_num_layers=4)
+    return write_random_drafter(tmp_path_factory.mktemp("drafters") / "tiny", config)
+
+
+def tuning_of(target: Path, drafter: Path, odds: list[float]) -> Tuned:
+    return a_tuning(
+        odds,
+        target=Model(name=str(target), fingerprint=fingerprint(target)),
+        drafter=Model(name=str(drafter), fingerprint=fingerprint(drafter)),
+    )
+
+
+def plan_of(
+    tuned: Tuned,
+    folder: Path,
+    target: Path,
+    drafter: Path | None,
+    flags: tuple[str, ...] = FLAGS,
+) -> Plan:
+    path = folder / "tuned.json"
+    write_tuned(tuned, path)
+    draft = None if drafter is None else str(drafter)
+    return make_plan(Request(str(target), draft, "refuse", flags, path))
+
+
+def speculation_in(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(plan.command[plan.command.index("--speculative-config") + 1])
+    return found
+
+
+def test_the_table_goes_to_vllm_up_to_its_most_requests(
+    target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    tuned = tuning_of(target, drafter, GOOD)
+    plan = plan_of(tuned, tmp_path, target, drafter)
+    asked = speculation_in(plan)
+    table = asked["num_speculative_tokens_per_batch_size"]
+    assert table[:-1] == [list(row) for row in tuned.table[:-1]]
+    assert table[-1] == [tuned.table[-1][0], 32, tuned.table[-1][2]]
+    assert asked["num_speculative_tokens"] == tuned.most_drafts
+    assert not [note for note in plan.notes if "tune again" in note]
+
+
+def test_the_files_own_drafter_is_taken_where_none_is_given(
+    target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(tuning_of(target, drafter, GOOD), tmp_path, target, None)
+    assert speculation_in(plan)["model"] == str(drafter)
+
+
+def test_a_drafter_that_gains_nothing_is_not_served(
+    target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(tuning_of(target, drafter, USELESS), tmp_path, target, drafter)
+    assert "--speculative-config" not in plan.command
+    assert NOTHING_TO_DRAFT in plan.notes
+    elsewhere = a_tuning(USELESS)  # whose drafter is not even here
+    plan = plan_of(elsewhere, tmp_path, target, None)
+    assert "--speculative-config" not in plan.command
+    assert NOTHING_TO_DRAFT in plan.notes
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_file_of_another_pair_is_refused(
+    target: Path, drafter: Path, tmp_path: Path, role: str
+) -> None:
+    other = Model(name="another", fingerprint="0" * 64)
+    tuned = tuning_of(target, drafter, GOOD).model_copy(update={role: other})
+    with pytest.raises(UnfitPairError, match=f"a measurement of the {role} another .*leadout tune"):
+        plan_of(tuned, tmp_path, target, drafter)
+
+
+def test_a_second_draft_length_is_refused(target: Path, drafter: Path, tmp_path: Path) -> None:
+    tuned = tuning_of(target, drafter, GOOD)
+    flags = (*FLAGS, "--speculative-config", '{"method": "dflash", "num_speculative_tokens": 2}')
+    with pytest.raises(UnfitPairError, match="found num_speculative_tokens 2"):
+        plan_of(tuned, tmp_path, target, drafter, flags)
+    flags = (*FLAGS, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
+    with pytest.raises(UnfitPairError, match="found speculation by ngram"):
+        plan_of(tuned, tmp_path, target, None, flags)
+
+
+def test_a_drafter_that_is_not_here_must_be_named(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="name it with --draft"):
+        plan_of(a_tuning(GOOD), tmp_path, target, None)
+
+
+def test_a_broken_file_is_refused(target: Path, drafter: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text("{}")
+    with pytest.raises(TunedFileError, match="tune again"):
+        make_plan(Request(str(target), str(drafter), "refuse", FLAGS, path))
+
+
+def test_other_circumstances_are_told(target: Path, drafter: Path, tmp_path: Path) -> None:
+    tuned = tuning_of(target, drafter, GOOD)
+    versions = {**tuned.provenance.versions, "torch": "1.0"}
+    changed = {"versions": versions, "machine": "a bigger one"}
+    tuned = tuned.model_copy(
+        update={"provenance": tuned.provenance.model_copy(update=changed), "dtype": "float32"}
+    )
+    notes = "\n".join(plan_of(tuned, tmp_path, target, drafter).notes)
+    assert "measured with torch 1.0, this is" in notes
+    assert "measured with machine a bigger one" in notes
+    assert "measured with dtype float32, this is bfloat16" in notes
+
+
+def config_of(*, sequences: int = 16, v2: bool = False, parallel: int = 1) -> Any:
+    """Of a server that this machine may not be able to run."""
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=sequences),
+        parallel_config=SimpleNamespace(data_parallel_size=parallel),
+        use_v2_model_runner=v2,
+    )
+
+
+def test_the_v2_runner_goes_on_drafting_what_was_measured() -> None:
+    tuned = a_tuning(GOOD).model_copy(update={"table": [(1, 4, 2), (5, 16, 0)]})
+    rows = [(1, 4, 2), (5, 16, 0)]
+    assert speculation_by(tuned, config_of()) == {
+        "num_speculative_tokens": 2,
+        "num_speculative_tokens_per_batch_size": rows,
+    }
+    assert speculation_by(tuned, config_of(v2=True)) == {
+        "num_speculative_tokens": tuned.block_size - 1,
+        "num_speculative_tokens_per_batch_size": rows,
+    }
+
+
+def test_one_length_needs_no_table_and_data_parallel_servers_take_none() -> None:
+    tuned = a_tuning(GOOD).model_copy(update={"table": [(1, 16, 2)]})
+    assert speculation_by(tuned, config_of()) == {"num_speculative_tokens": 2}
+    with pytest.raises(UnfitPairError, match="found data_parallel_size 2, wanted 1"):
+        speculation_by(tuned, config_of(parallel=2))
+
+
+def test_a_smaller_server_takes_only_its_rows() -> None:
+    tuned = a_tuning(GOOD).model_copy(update={"table": [(1, 4, 3), (5, 8, 2), (9, 16, 0)]})
+    assert table_up_to(tuned, 6) == [(1, 4, 3), (5, 6, 2)]
+    assert table_up_to(tuned, 2) == [(1, 2, 3)]
+    assert table_up_to(tuned, 100) == [(1, 4, 3), (5, 8, 2), (9, 100, 0)]

@@ -1,0 +1,65 @@
+"""Runs live control on vLLM's V2 runner with random decisions, and prints what came, as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+from support.tiny_engine import let_triton_interpret
+
+
+def main() -> None:
+    target, drafter, draft_tokens, prompts = sys.argv[1:]
+    let_triton_interpret()
+
+    from vllm import LLM, SamplingParams
+
+    from leadout.control.policy import Decision, Policy
+    from leadout.engine.live_settings import LiveSettings, engine_settings
+
+    most = int(draft_tokens)
+    draws = random.Random(0)
+    lengths: list[int] = []
+
+    class Whim(Policy):
+        def decide(self, seats: Any) -> Decision:
+            verify = tuple(draws.randint(0, seat.available) for seat in seats)
+            return Decision(verify, draws.randint(0, most), False, None, (False,) * len(seats))
+
+        def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
+            lengths.extend(outcome.verified for outcome in outcomes)
+
+    llm = LLM(
+        model=target,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        speculative_config={
+            "method": "dflash",
+            "model": drafter,
+            "num_speculative_tokens": most,
+        },
+        **engine_settings(LiveSettings(), {}),
+    )
+    control = llm.llm_engine.engine_core.engine_core.scheduler._control
+    control._policy = Whim(most)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    result = {
+        "answers": [list(output.outputs[0].token_ids) for output in outputs],
+        "lengths": lengths,
+        "control": scheduler._control is control,
+        "copy_match": control._copy_match,
+    }
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Rounds as a bench would measure them, made up from speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from leadout.bench.plan import Cell, all_cells
+from leadout.bench.rounds import Measured
+from leadout.bench.settings import Arm, BenchSettings
+from leadout.engine.load import Drafting, LoadResult
+
+BARE = Arm(name="bare", kind="bare")
+FIXED = Arm(name="fixed", kind="fixed", drafter="some/drafter", draft_tokens=4)
+TUNED = Arm(name="tuned", kind="tuned", drafter="some/drafter", tuned="folder/tuned.json")
+
+
+def settings(
+    *,
+    arms: tuple[Arm, ...] = (BARE, FIXED),
+    sets: tuple[str, ...] = ("math", "code"),
+    concurrencies: tuple[int, ...] = (1, 8),
+    rounds: int = 3,
+) -> BenchSettings:
+    return BenchSettings(
+        target="/some/folder/target",
+        arms=list(arms),
+        prompts={name: f"hash of {name}" for name in sets},
+        concurrencies=list(concurrencies),
+        rounds=rounds,
+        waves=2,
+        output_tokens=64,
+        flags=["--max-num-seqs", "8"],
+    )
+
+
+def load(rate: float, requests: int, drafting: Drafting | None = None) -> LoadResult:
+    """All requests take the same time for a token, but for the last, which takes twice that."""
+    tokens = 64 * requests
+    per_token = requests / rate
+    return LoadResult(
+        requests=requests,
+        prompt_tokens=100 * requests,
+        output_tokens=tokens,
+        seconds=tokens / rate,
+        tokens_per_second=rate,
+        ttfts=[0.1] * requests,
+        tpots=[per_token] * (requests - 1) + [2 * per_token],
+        itl_median=per_token,
+        itl_p99=2 * per_token,
+        drafting=drafting,
+    )
+
+
+def accepted(drafts: int, count: int, positions: int = 4) -> Drafting:
+    """Half of all accepted drafts stood at the first position."""
+    shares = [count / drafts / 2 ** (p + 1) for p in range(positions)]
+    return Drafting(
+        drafts=drafts, draft_tokens=drafts * positions, accepted=count, by_position=shares
+    )
+
+
+def measured(
+    given: BenchSettings,
+    rate: Callable[[Cell], float],
+    drafting: Callable[[Cell], Drafting | None] = lambda cell: None,
+) -> list[Measured]:
+    return [
+        Measured(
+            cell=cell, load=load(rate(cell), given.requests_at(cell.concurrency), drafting(cell))
+        )
+        for cell in all_cells(given)
+    ]
+
+
+def drifting_rate(speedup: float) -> Callable[[Cell], float]:
+    """The machine gets slower from round to round; `fixed` stays faster by the same factor."""
+
+    def rate(cell: Cell) -> float:
+        own = 1.0 if cell.arm == "bare" else speedup
+        return 30.0 * cell.concurrency * own * 0.8**cell.round
+
+    return rate

@@ -1,0 +1,65 @@
+"""`leadout tune` before any engine starts: the plan, and what is refused at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from leadout.cli.app import app
+from support.drafters import TINY_DRAFTER, write_random_drafter
+from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
+
+CONFIG = replace(TINY_DRAFTER, target_num_layers=6, mask_token_id=MASK_TOKEN)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_chat_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_random_drafter(tmp_path_factory.mktemp("drafters") / "tiny", CONFIG))
+
+
+def test_the_plan_counts_what_would_be_measured(target: str, drafter: str) -> None:
+    words = ["tune", target, drafter, "--plan", "--json", "--max-batch", "6"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    plan = json.loads(ended.stdout)
+    assert plan["batch_sizes"] == [1, 2, 4, 6]
+    assert plan["draft_counts"] == [0, 1, 2, 3, 4]
+    assert plan["rounds"] == (2 + 2 + 2 + 1) * 5  # 20 requests
+    assert plan["prompts"] > 10
+    assert plan["minutes"] >= 1
+
+
+def test_an_unfit_pair_is_refused_before_anything_starts(target: str, tmp_path: Path) -> None:
+    other = replace(CONFIG, mask_token_id=5, target_num_layers=4, target_layer_ids=(1, 2, 3))
+    drafter = write_random_drafter(tmp_path / "other", other)
+    ended = CliRunner().invoke(app, ["tune", target, str(drafter)])
+    assert ended.exit_code == 2
+    assert "target and drafter do not fit" in ended.stderr
+
+
+def test_prompts_that_are_all_too_long_are_refused(
+    target: str, drafter: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "word " * 400}))
+    ended = CliRunner().invoke(app, ["tune", target, drafter, "--plan", "--prompts", str(file)])
+    assert ended.exit_code == 2
+    assert "--prompts: found none of at most" in ended.stderr
+
+
+def test_a_file_that_could_not_be_written_is_refused_first(
+    target: str, drafter: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "nowhere" / "tuned.json"
+    ended = CliRunner().invoke(app, ["tune", target, drafter, "--out", str(out)])
+    assert ended.exit_code == 2
+    assert "a folder that exists" in ended.stderr
