@@ -37,7 +37,7 @@ from leadout.provenance import Provenance
 BATCHES = (1, 2, 4, 8, 16, 32)
 BOUND = 0.97
 WRONG_PRIORS = {"hopeless, is good": (0.02, 0.9), "good, is hopeless": (0.9, 0.02)}
-WINDOW = 25  # steps over which "as fast as the oracle" is judged after a wrong prior
+WINDOW = 50  # steps over which "as fast as the oracle" is judged after a wrong prior
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def wrong_priors() -> dict[str, dict[str, int]]:
-    """Steps until the policy is, and from then on stays, near the oracle."""
+    """The first step from which on the policy is near the oracle for a while."""
     found: dict[str, dict[str, int]] = {}
     for told, (believed, true) in WRONG_PRIORS.items():
         process = Process(told, steady(level(true)))
@@ -129,12 +129,11 @@ def wrong_priors() -> dict[str, dict[str, int]]:
                 prior = AcceptanceCurve.of_odds([believed] * MOST)
                 run = run_policy(Policy(MOST, costs, prior), process, machine, batch, 600.0)
                 oracle = run_oracle(process, machine, batch, 100.0).rate
-                late = [
+                found[told][f"{name}, batch {batch}"] = next(
                     start
-                    for start in range(0, min(500, len(run.course) - WINDOW))
-                    if run.rate_of_steps(start, start + WINDOW) < 0.95 * oracle
-                ]
-                found[told][f"{name}, batch {batch}"] = max(late, default=-1) + 1
+                    for start in range(len(run.course) - WINDOW)
+                    if run.rate_of_steps(start, start + WINDOW) >= BOUND * oracle
+                )
     return found
 
 

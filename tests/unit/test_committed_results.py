@@ -1,6 +1,7 @@
 """What the docs say of results is what the committed result files say."""
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ def result(name: str) -> Any:
         "train/memory.json",
         "train/smollm2.json",
         "check/faults.json",
+        "bench/smollm2.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
@@ -60,3 +62,31 @@ def test_the_fault_table_is_that_of_its_result_file() -> None:
     for row in rows:
         says_so = row["leadout"].startswith(("refuses: ", "puts it right: ", "serves and warns: "))
         assert says_so is (row["rule"] is not None)
+
+
+PROMPT_SETS = {"alpaca", "gsm8k", "humaneval", "math500", "mbpp", "mt_bench", "spec_bench"}
+CONCURRENCIES = {1, 4, 8, 16}
+
+
+def test_the_bench_has_every_cell_with_its_rounds() -> None:
+    found = result("bench/smollm2.json")
+    cells = {(c["prompt_set"], c["concurrency"], c["arm"]): c for c in found["cells"]}
+    wanted = product(PROMPT_SETS, CONCURRENCIES, ("bare", "fixed", "tuned"))
+    assert set(cells) == set(wanted)
+    for (_, _, arm), cell in cells.items():
+        assert len(cell["rounds"]) >= 2
+        assert (cell["speedup"] is None) == (arm == "bare")
+    for name in ("smollm2.html", "smollm2.svg"):
+        assert (ROOT / "results" / "bench" / name).exists()
+
+
+def test_the_readme_tells_the_speedup_as_measured() -> None:
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    means = {
+        (m["arm"], m["concurrency"]): f"{m['speedup']:.2f}"
+        for m in result("bench/smollm2.json")["geometric_means"]
+    }
+    for arm in ("fixed", "tuned"):
+        cells = " | ".join(means[arm, c] for c in sorted(CONCURRENCIES))
+        assert f"| {arm} | {cells} |" in readme
+    assert "(results/bench/smollm2.svg)" in readme

@@ -53,8 +53,8 @@ def make_arms(
                 f"--live: found {len(most_tokens)} drafters and no --tuned file, wanted one drafter"
                 " or a file that names it; give one --draft, or --tuned"
             )
-        drafter = tuned_drafter if tuned is not None else next(iter(most_tokens))
-        arms.append(Arm(name=_unused(LIVE, arms), kind="live", drafter=drafter, tuned=tuned))
+        of_live = tuned_drafter if tuned is not None else next(iter(most_tokens))
+        arms.append(Arm(name=_unused(LIVE, arms), kind="live", drafter=of_live, tuned=tuned))
     return arms
 
 

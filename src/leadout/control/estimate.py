@@ -24,7 +24,7 @@ NEIGHBOUR_WEIGHT = 1.5  # looks, for all traffic
 TRAFFIC_WEIGHT = 4.0  # looks, for a request
 # Steps after which half of a look is forgotten.
 TRAFFIC_HALF_LIFE = 60.0
-REQUEST_HALF_LIFE = 30.0
+REQUEST_HALF_LIFE = 45.0
 IDLE_HALF_LIFE = 120.0  # of a request whose drafts are not verified
 DERIVE_REQUESTS = 16  # for each so many, a step between two derivations
 # A change of all traffic at once: deviations that add up, less a slack for each step.

@@ -19,7 +19,8 @@ LEAST_PROBE = 2  # drafts of a request
 LEAST_INTERVAL = 8
 NOTICE_STEPS = 200
 PATIENCE_AFTER, PATIENCE = 20, 2  # failures in a row, and how many times rarer probes are then
-PAUSE_STEPS = 256
+CAUTION = 2  # refusals added to what a row of probes has shown
+PAUSE_STEPS = 256  # between two steps that show what drafting costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Prober:
         """Whether a probe promises a gain: by what this row of probes alone has shown."""
         self._stood += stood
         self._looked += looked
-        odds = self._stood / (self._looked + 1)
+        odds = self._stood / (self._looked + CAUTION)
         survival = [odds ** (k + 1) for k in range(len(prices.draft) - 1)]
         batch = prices.batch
         best = max(rates([survival] * batch, [len(survival)] * batch, prices))

@@ -39,5 +39,6 @@ def test_the_least_match_is_the_measured_one() -> None:
     copying = result("copying.json")
     assert copying["provenance"]["command"].startswith("python scripts/measure_copying.py")
     row = copying["by_match"][str(LEAST_MATCH)]["all"]
-    told = f"{100 * row['offered']:.0f}% of the steps have such a copy, and {row['stood_per_offer']:.1f}"
+    share, stood = f"{100 * row['offered']:.0f}%", f"{row['stood_per_offer']:.1f}"
+    told = f"{share} of the steps have such a copy, and {stood} of its 7 tokens stand"
     assert told in " ".join((ROOT / "docs" / "live.md").read_text().split())
