@@ -1,0 +1,123 @@
+"""Where a step with drafts spends its time: target, head, sampling, and each part of drafting.
+
+    python scripts/profile_step.py TARGET DRAFTER --out FILE
+
+One engine in this process; the methods of its own objects are timed, so parts that contain others
+are told without them. `rest` is all that no part accounts for: scheduling, inputs, bookkeeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+from leadout.check.prompts import default_or_given
+from leadout.checkpoints import read_checkpoint
+from leadout.data.chat import Chat
+from leadout.engine.calibration import CalibrationRequest, RoundRequest, TimedEngine
+from leadout.provenance import Provenance
+
+BATCHES = (1, 4, 8, 16)
+STEPS, WARM_UP = 40, 6
+
+
+class Clock:
+    """Seconds of one step by part, each without the parts inside it."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = defaultdict(float)
+        self._open: list[float] = []
+
+    def time(self, thing: Any, method: str, part: str) -> None:
+        """From now on, `thing.method` counts as `part`."""
+        whole = getattr(thing, method)
+
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            self._open.append(0.0)
+            began = time.perf_counter()
+            result = whole(*arguments, **settings)
+            took = time.perf_counter() - began
+            self.parts[part] += took - self._open.pop()
+            if self._open:
+                self._open[-1] += took
+            return result
+
+        object.__setattr__(thing, method, timed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    k = read_checkpoint(arguments.drafter).config.max_draft_tokens
+    chat = Chat(arguments.target)
+    prompts = [chat.prompt(prompt.turns[:1]) for prompt in default_or_given(())]
+    prompts = [prompt for prompt in prompts if len(prompt) < 256]
+    request = CalibrationRequest(
+        target=str(arguments.target),
+        drafter=str(arguments.drafter),
+        draft_tokens=k,
+        prompts=prompts,
+        rounds=[RoundRequest(batch=max(BATCHES), k=k, prompts=[])],
+        tokens=STEPS,
+        max_length=1024,
+        dtype="bfloat16",
+    )
+    engine = TimedEngine(request, drafter=request.drafter)
+    clock = watch(engine)
+    profile = {str(batch): measure(engine, clock, prompts, batch, k) for batch in BATCHES}
+    result = {
+        "provenance": Provenance.of_this_run().model_dump(),
+        "unit": "milliseconds, median over steps",
+        "k": k,
+        "by_batch_size": profile,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(profile, indent=2))
+
+
+def watch(engine: TimedEngine) -> Clock:
+    (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
+    clock, target, draft = Clock(), runner.model, runner.drafter.model
+    clock.time(target, "forward", "target layers")
+    clock.time(target, "compute_logits", "target head")
+    clock.time(runner, "_sample", "sampling and verification")
+    clock.time(runner.drafter, "propose", "drafter, the rest")
+    clock.time(draft, "combine_hidden_states", "drafter, context features")
+    clock.time(draft, "precompute_and_store_context_kv", "drafter, context keys and values")
+    clock.time(draft, "forward", "drafter, layers")
+    clock.time(draft, "compute_logits", "drafter, head")
+    return clock
+
+
+def measure(
+    engine: TimedEngine, clock: Clock, prompts: list[list[int]], batch: int, k: int
+) -> dict[str, float]:
+    engine.scheduler.drafts = repeat(k)
+    engine.begin([(i, prompts[i % len(prompts)]) for i in range(batch)], room=512)
+    steps: list[dict[str, float]] = []
+    for _ in range(STEPS):
+        clock.parts.clear()
+        seconds, _note = engine.timed_step()
+        parts = dict(clock.parts)
+        steps.append({**parts, "rest": seconds - sum(parts.values()), "step": seconds})
+    engine.withdraw()
+    kept = steps[WARM_UP:]
+    return {name: 1e3 * statistics.median(s[name] for s in kept) for name in kept[0]}
+
+
+if __name__ == "__main__":
+    main()
