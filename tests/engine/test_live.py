@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -245,18 +246,21 @@ def test_a_policy_that_fails_costs_one_line(
     bare: list[list[int]],
     lines: list[str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     method: str,
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no idea")
 
     monkeypatch.setattr(Policy, method, fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with live() as llm:
         assert answers(llm) == bare
         assert scheduler_of(llm)._control is None
     told = [line for line in lines if "live control is off" in line]
     assert len(told) == 1
     assert "RuntimeError: no idea" in told[0]
+    assert not list(tmp_path.glob("leadout-live-*"))  # no numbers that no one updates
 
 
 def test_settings_that_cannot_be_read_leave_vllm_as_it_is(

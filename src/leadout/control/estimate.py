@@ -25,12 +25,12 @@ TRAFFIC_WEIGHT = 4.0  # looks, for a request
 # Steps after which half of a look is forgotten.
 TRAFFIC_HALF_LIFE = 60.0
 REQUEST_HALF_LIFE = 45.0
-IDLE_HALF_LIFE = 120.0  # of a request whose drafts are not verified
+IDLE_HALF_LIFE = 60.0  # of a request whose drafts are not verified
 DERIVE_REQUESTS = 16  # for each so many, a step between two derivations
 # A change of all traffic at once: deviations that add up, less a slack for each step.
-CHANGE_SLACK, CHANGE_ALARM = 0.5, 6.0
-OWN_AFTER_CHANGE = 0.3
-BELIEVED_LOOKS = 3.0  # that what was believed before still counts for
+CHANGE_SLACK, CHANGE_ALARM = 0.5, 7.0
+OWN_AFTER_CHANGE = 0.1  # of the looks at single requests that still count
+BELIEVED_LOOKS = 3.0  # at all traffic that still count, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,31 @@ def _processes() -> list[Process]:
     return made
 
 
+def _held_out() -> list[Process]:
+    named: dict[str, Callable[[Moment], Odds]] = {
+        "steady 0.1": steady(level(0.1)),
+        "steady 0.3": steady(level(0.3)),
+        "steady 0.5": steady(level(0.5, fall=0.9)),
+        "steady 0.7": steady(level(0.7, fall=0.94)),
+        "steady 0.9": steady(level(0.9, fall=0.99)),
+        "collapse after 1": steady((0.85, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)),
+        "collapse after 3": steady((0.8, 0.8, 0.8, 0.1, 0.1, 0.1, 0.1)),
+        "all or nothing 0.5": steady(_all_or_nothing(0.5)),
+        "drift of 800": _drift(0.15, 0.85, 800),
+        "two kinds, 7 in 10 good": _kinds("seven", [(0.7, level(0.8)), (0.3, level(0.15))]),
+        "switch every 230": _turns(230, [level(0.75), level(0.12)]),
+        "switch every 410": _turns(410, [level(0.05), level(0.9), level(0.45)]),
+        "requests that switch to translation": _within(200, [CODE, TRANSLATION]),
+    }
+    made = [Process(name, law) for name, law in named.items()]
+    short = _kinds("short, three", [(0.4, CODE), (0.3, CHAT), (0.3, TRANSLATION)], life=90)
+    made.append(Process("short requests of three kinds", short, life=90))
+    return made
+
+
+# The constants of the policy were chosen on the first; the others had no part in that.
 PROCESSES: tuple[Process, ...] = tuple(_processes())
+HELD_OUT: tuple[Process, ...] = tuple(_held_out())
 
 
 def recorded(name: str, accepted: Sequence[Sequence[int]], window: int = 25) -> Process:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import vllm
@@ -103,7 +104,8 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self._control is not None:
-            self._control.close()
+            with suppress(OSError):
+                self._control.close()
         super().shutdown()
 
     def _plan(self) -> Step | None:
@@ -153,6 +155,9 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
         return None
 
     def _give_up(self, error: Exception) -> None:
+        if self._control is not None:
+            with suppress(OSError):
+                self._control.close()
         self._control = None
         logger.error(
             "Leadout's live control is off from here on: %s: %s. Serving goes on with vLLM's own "
