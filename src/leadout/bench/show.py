@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -19,6 +17,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from leadout.bars import ShownBar
 from leadout.bench.plan import BenchPlan
 from leadout.bench.result import BenchResult
 from leadout.bench.words import (
@@ -34,7 +33,7 @@ from leadout.bench.words import (
 from leadout.checkpoints.errors import printable
 
 
-class BenchProgress:
+class BenchProgress(ShownBar):
     """A bar on stderr; where there is no terminal, a line for each thing that happens."""
 
     def __init__(self) -> None:
@@ -60,18 +59,6 @@ class BenchProgress:
 
     def advance(self) -> None:
         self._bar.advance(self._task)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
 
 def print_result(result: BenchResult, console: Console | None = None) -> None:

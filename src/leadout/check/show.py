@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self
-
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -27,39 +22,6 @@ from leadout.checkpoints.errors import printable
 
 _STYLES = {Verdict.FIT: "bold green", Verdict.DOUBTFUL: "bold yellow", Verdict.UNFIT: "bold red"}
 _GRAVITY = {Gravity.UNFIT: "red", Gravity.DOUBTFUL: "yellow", Gravity.NOTE: "dim"}
-
-
-class CheckProgress:
-    """A bar for each stage on stderr; where there is no terminal, a line when one begins."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-
-    def stage(self, name: str, total: int) -> Callable[[], None]:
-        if not self._console.is_terminal:
-            self._console.print(f"leadout check: {name}", markup=False, highlight=False)
-        task = self._bar.add_task(name, total=total)
-        return lambda: self._bar.advance(task)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
 
 def print_result(result: CheckResult, console: Console | None = None) -> None:

@@ -60,6 +60,7 @@ def check(
     The exit code is the verdict: 0 fit, 1 doubtful, 2 unfit. It is 3 where the check itself could
     not be made, a wrong flag included.
     """
+    from leadout.bars import StageBars
     from leadout.cli import needs
 
     if not static:
@@ -70,7 +71,7 @@ def check(
     from leadout.check.command import check as make_check
     from leadout.check.page import write_page
     from leadout.check.request import CheckError, CheckRequest
-    from leadout.check.show import CheckProgress, print_result
+    from leadout.check.show import print_result
     from leadout.checkpoints import CheckpointError
     from leadout.checkpoints.store import refuse_existing, replacing
     from leadout.data.chat import TemplateError
@@ -97,7 +98,7 @@ def check(
             refuse_existing(fix)
         if baseline is not None:
             require_same_pair(read_baseline(baseline), target, drafter)
-        with CheckProgress() as progress:
+        with StageBars("check") as progress:
             result = make_check(request, progress)
         if save is not None:
             with replacing(save) as temporary:

@@ -29,6 +29,7 @@ def tune(
 
     A page with plots is written beside the file.
     """
+    from leadout.bars import StageBars
     from leadout.cli import needs
 
     needs.require("tune")
@@ -43,7 +44,7 @@ def tune(
     from leadout.tune.command import tune as make_tuned
     from leadout.tune.page import write_page
     from leadout.tune.request import TuneError, TuneRequest
-    from leadout.tune.show import TuneProgress, print_tuned
+    from leadout.tune.show import print_tuned
 
     if out.is_dir() or not out.parent.is_dir():
         typer.echo(
@@ -59,7 +60,7 @@ def tune(
             planned = make_plan(request)
             typer.echo(planned.model_dump_json(indent=2) if as_json else planned.text())
             return
-        with TuneProgress() as progress:
+        with StageBars("tune") as progress:
             tuned = make_tuned(request, progress)
         write_tuned(tuned, out)
         write_page(tuned, out, page)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from leadout.bars import ShownBar
 from leadout.data.manifest import Manifest
 from leadout.data.shards import Sample
 
 LINE_EVERY_SECONDS = 30.0
 
 
-class DataProgress:
+class DataProgress(ShownBar):
     """Samples done, response tokens per second, and the time left at this run's pace.
 
     A terminal shows a bar; a log file gets a line now and then.
@@ -55,18 +54,6 @@ class DataProgress:
         if not self._console.is_terminal and now - self._spoke > LINE_EVERY_SECONDS:
             self._spoke = now
             self._console.print(f"samples {done}/{total}, {pace}", highlight=False)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
 
 def print_manifest(manifest: Manifest, out: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from leadout.bars import ShownBar
 from leadout.train.log import Record, StepRecord
 
 LINE_EVERY_STEPS = 20  # where there is no terminal
@@ -18,7 +16,7 @@ def say(text: str) -> None:
     Console(stderr=True).print(f"leadout train: {text}", markup=False, highlight=False)
 
 
-class TrainProgress:
+class TrainProgress(ShownBar):
     """Listens to a run; silent on all ranks but the leading one."""
 
     def __init__(self, steps: int, speaks: bool) -> None:
@@ -52,15 +50,3 @@ class TrainProgress:
         self._console.print(
             f"step {record.step}, {record.seconds / 60:.1f} min: {self._accepted}", highlight=False
         )
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,39 +13,6 @@ from leadout.checkpoints.errors import printable
 from leadout.control.tuned import Tuned
 from leadout.tune.rows import rows
 from leadout.tune.words import next_command, price, verdict
-
-
-class TuneProgress:
-    """A bar on stderr; where there is no terminal, a line when a stage begins."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-
-    def stage(self, name: str, total: int) -> Callable[[], None]:
-        if not self._console.is_terminal:
-            self._console.print(f"leadout tune: {name}", markup=False, highlight=False)
-        task = self._bar.add_task(name, total=total)
-        return lambda: self._bar.advance(task)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
 
 def print_tuned(tuned: Tuned, path: Path, page: Path, console: Console | None = None) -> None:

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 from sample_results import finding, tried, whole_result
 
+from leadout.bars import StageBars
 from leadout.check.findings import Gravity, Verdict
 from leadout.check.result import CheckResult
-from leadout.check.show import CheckProgress, print_result
+from leadout.check.show import print_result
 from leadout.check.words import MOST_TRIED, best_tried, sentence
 
 
@@ -80,7 +81,7 @@ def test_text_of_files_is_neither_markup_nor_control() -> None:
 
 
 def test_progress_speaks_on_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with CheckProgress() as progress:
+    with StageBars("check") as progress:
         step = progress.stage("texts of the target", 2)
         step()
         step()
