@@ -33,6 +33,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # see scripts/benc
 from rich.progress import track
 
 from leadout.bench.arms import common_flags
+from leadout.bench.plan import rotated
 from leadout.bench.prompts import write_prompts
 from leadout.checkpoints import read_checkpoint
 from leadout.engine.load import LoadRequest
@@ -94,7 +95,7 @@ def traffic(arguments: Any) -> dict[str, Any]:
     with stage(arguments, arms) as run:
         for number in track(range(arguments.rounds), description="changing traffic"):
             for concurrency, requests in TRAFFIC_REQUESTS.items():
-                for arm in rotated(arms, number):
+                for arm in rotated(list(arms), number):
                     phases = {
                         phase: run(arm, prompts_of(arguments, phase, number, requests), concurrency)
                         for phase in PHASES
@@ -142,7 +143,7 @@ def useless(arguments: Any) -> dict[str, Any]:
         for number in track(range(arguments.rounds), description="useless drafter"):
             for concurrency, requests in USELESS_REQUESTS.items():
                 texts = prompts_of(arguments, "gsm8k", number, requests)
-                rates = {arm: run(arm, texts, concurrency) for arm in rotated(arms, number)}
+                rates = {arm: run(arm, texts, concurrency) for arm in rotated(list(arms), number)}
                 rounds.append({"round": number, "concurrency": concurrency, **rates})
     ratios = {
         c: statistics.median(r["live"] / r["bare"] for r in rounds if r["concurrency"] == c)
@@ -160,7 +161,7 @@ def copying(arguments: Any) -> dict[str, Any]:
         for number in track(range(arguments.rounds), description="copied drafts"):
             for category in CATEGORIES:
                 texts = prompts_of(arguments, category, number, COPYING_REQUESTS)
-                rates = {arm: run(arm, texts, 1) for arm in rotated(arms, number)}
+                rates = {arm: run(arm, texts, 1) for arm in rotated(list(arms), number)}
                 rounds.append({"round": number, "category": category, **rates})
     ratios = {
         name: statistics.median(r["live"] / r["without"] for r in rounds if r["category"] == name)
@@ -198,12 +199,6 @@ def stage(arguments: Any, arms: Mapping[str, list[str]]) -> Iterator[Any]:
 
 def draft_length(k: int) -> list[str]:
     return ["--speculative-config", json.dumps({"num_speculative_tokens": k})]
-
-
-def rotated(arms: Mapping[str, object], number: int) -> list[str]:
-    names = list(arms)
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
 
 
 def prompts_of(arguments: Any, kind: str, number: int, count: int) -> list[str]:

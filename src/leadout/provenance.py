@@ -28,13 +28,17 @@ class Provenance(BaseModel):
     def of_this_run(cls) -> Self:
         script, *words = sys.argv
         return cls(
-            command=" ".join(
-                ["python", _from_the_root(Path(script)), *map(_without_folders, words)]
-            ),
+            command=" ".join([*_program(Path(script)), *map(_without_folders, words)]),
             date=datetime.now(UTC).date().isoformat(),
             versions=installed_versions(),
             machine=f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         )
+
+
+def _program(script: Path) -> list[str]:
+    """Our own command by its name, however it was called, and anything else as a script."""
+    is_ours = script.name == "leadout" or script.parts[-2:] == ("leadout", "__main__.py")
+    return ["leadout"] if is_ours else ["python", _from_the_root(script)]
 
 
 def _from_the_root(script: Path) -> str:

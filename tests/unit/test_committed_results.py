@@ -90,3 +90,6 @@ def test_the_readme_tells_the_speedup_as_measured() -> None:
         cells = " | ".join(means[arm, c] for c in sorted(CONCURRENCIES))
         assert f"| {arm} | {cells} |" in readme
     assert "(results/bench/smollm2.svg)" in readme
+    # "none at 8 requests and more"
+    last = result("bench/smollm2-tuned.json")["table"][-1]
+    assert last == [8, 16, 0]

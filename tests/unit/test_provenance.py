@@ -22,3 +22,11 @@ def test_a_script_is_named_from_the_root_wherever_it_was_called(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/some/where/leadout/scripts/prove.py", "--tokens", "64"])
     assert Provenance.of_this_run().command == "python scripts/prove.py --tokens 64"
+
+
+@pytest.mark.parametrize("program", ["/usr/bin/leadout", "/some/where/leadout/__main__.py"])
+def test_our_own_command_is_called_by_its_name(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [program, "tune", "/models/target", "--max-batch", "4"])
+    assert Provenance.of_this_run().command == "leadout tune target --max-batch 4"

@@ -35,11 +35,12 @@ def all_cells(settings: BenchSettings) -> list[Cell]:
         for number in range(settings.rounds)
         for prompt_set in settings.prompts
         for concurrency in settings.concurrencies
-        for arm in _rotated(names, number)
+        for arm in rotated(names, number)
     ]
 
 
-def _rotated(names: Sequence[str], by: int) -> list[str]:
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The same names, another one first."""
     start = by % len(names)
     return [*names[start:], *names[:start]]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from leadout.checkpoints.store import replacing
 from leadout.control.tuned import Tuned
 from leadout.pages import svg
-from leadout.pages.style import STYLE
+from leadout.pages.html import document, table
 from leadout.pairing.names import last_part
 from leadout.tune.rows import rows, tokens_per_second
 from leadout.tune.words import next_command, price, verdict
@@ -38,12 +37,7 @@ def page(tuned: Tuned, file: Path) -> str:
         "<h2>Tokens of a step by K</h2>",
         _acceptance(tuned),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>leadout tune: {escape(name)}</title><style>{STYLE}{svg.STYLE}</style></head>\n"
-        f"<body>\n{chr(10).join(parts)}\n</body></html>\n"
-    )
+    return document(f"leadout tune: {name}", parts)
 
 
 def _verdict(tuned: Tuned) -> str:
@@ -82,24 +76,16 @@ def _acceptance(tuned: Tuned) -> str:
 
 
 def _table(tuned: Tuned) -> str:
-    headings = ("requests", "bare step, ms", "K", "speed-up", "perfect drafter", "free drafter")
-    body = "".join(
-        _row(
-            [
-                str(row.batch),
-                f"{1000 * row.bare_seconds.value:.1f}",
-                str(row.k),
-                str(row.speedup),
-                f"{row.gain.perfect:.2f} (K = {row.gain.k})",
-                f"{row.gain.free:.2f} (K = {row.gain.k})",
-            ]
-        )
+    heads = ("requests", "bare step, ms", "K", "speed-up", "perfect drafter", "free drafter")
+    cells = [
+        [
+            str(row.batch),
+            f"{1000 * row.bare_seconds.value:.1f}",
+            str(row.k),
+            str(row.speedup),
+            f"{row.gain.perfect:.2f} (K = {row.gain.k})",
+            f"{row.gain.free:.2f} (K = {row.gain.k})",
+        ]
         for row in rows(tuned)
-    )
-    head = "".join(f'<th class="number">{escape(heading)}</th>' for heading in headings)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _row(cells: Sequence[str]) -> str:
-    inner = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
-    return f"<tr>{inner}</tr>"
+    ]
+    return table(heads, cells, words=0)
