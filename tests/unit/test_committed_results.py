@@ -26,6 +26,7 @@ def result(name: str) -> Any:
         "train/smollm2.json",
         "check/faults.json",
         "bench/smollm2.json",
+        "bench/profile.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
