@@ -43,7 +43,7 @@ OUT = ROOT / "results" / "bench"
 SETS = ("alpaca", "gsm8k", "humaneval", "math500", "mbpp", "mt_bench", "spec_bench")
 SETS_OF_RANDOM = ("gsm8k", "mt_bench")
 CONCURRENCIES = (1, 4, 8, 16)
-ROUNDS, WAVES, OUTPUT_TOKENS = 2, 1, 64
+ROUNDS, WAVES, OUTPUT_TOKENS = 3, 1, 64
 DRAFT_VOCAB = 14_000  # of 49,152
 FLAGS = ("--max-model-len", "2048")  # the longest prompt has 1568 tokens
 
