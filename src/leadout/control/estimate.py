@@ -30,6 +30,9 @@ DERIVE_REQUESTS = 16  # for each so many, a step between two derivations
 # A change of all traffic at once: deviations that add up, less a slack for each step.
 CHANGE_SLACK, CHANGE_ALARM = 0.5, 7.0
 OWN_AFTER_CHANGE = 0.1  # of the looks at single requests that still count
+# The same for a single request that goes on with something else.
+OWN_SLACK, OWN_ALARM = 0.5, 3.5
+LEAST_VARIANCE = 0.2  # a single lucky draft where none is expected is no change
 BELIEVED_LOOKS = 3.0  # at all traffic that still count, at most
 
 
@@ -102,6 +105,22 @@ class _Own:
     counts: Counts
     survival: tuple[float, ...] = ()
     version: int = -1
+    above: float = 0.0
+    below: float = 0.0
+
+    def is_surprised_by(self, verified: int, accepted: int) -> bool:
+        """Whether its steps have deviated to one side for too long to be chance."""
+        mean, square = 0.0, 0.0
+        for position, left in enumerate(self.survival[:verified]):
+            mean += left
+            square += (2 * position + 1) * left
+        deviation = (accepted - mean) / sqrt(max(square - mean * mean, LEAST_VARIANCE))
+        self.above = max(0.0, self.above + deviation - OWN_SLACK)
+        self.below = max(0.0, self.below - deviation - OWN_SLACK)
+        if max(self.above, self.below) < OWN_ALARM:
+            return False
+        self.above = self.below = 0.0
+        return True
 
 
 class Acceptance:
@@ -161,6 +180,8 @@ class Acceptance:
                 step.add(verified, accepted)
                 if own is None:
                     own = self._own[outcome.request] = _Own(Counts.none(self._most))
+                elif own.survival and own.is_surprised_by(verified, accepted):
+                    own.counts.age(1 / OWN_AFTER_CHANGE)
                 own.counts.age(_REQUEST_GROWTH)
                 own.counts.add(verified, accepted)
             elif own is not None:

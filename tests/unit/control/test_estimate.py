@@ -71,6 +71,22 @@ def test_a_change_of_all_traffic_is_believed_within_a_few_steps() -> None:
     assert acceptance.survival("new")[0] < 0.35
 
 
+def test_a_single_request_that_changes_is_believed_within_a_few_steps() -> None:
+    acceptance = Acceptance(5)
+
+    def step(accepted: int) -> tuple[float, float]:
+        others = [Outcome(name, 5, 5) for name in ("good", "as good")]
+        acceptance.observe([Outcome("changes", 5, accepted), *others])
+        return acceptance.survival("changes")[0], acceptance.survival("good")[0]
+
+    for _ in range(100):
+        step(accepted=5)
+    for _ in range(12):  # by fading alone it would take 19
+        changed, other = step(accepted=0)
+    assert changed < 0.3
+    assert other > 0.8
+
+
 def test_a_forgotten_request_is_a_newcomer() -> None:
     acceptance = Acceptance(2)
     tell(acceptance, 30, Outcome("good", 2, 2), Outcome("bad", 2, 0))
