@@ -20,15 +20,8 @@ def engine(model: object, **settings: Any) -> Iterator[Any]:
     """An in-process vLLM engine in float32, gone again at the end of the block."""
     from vllm import LLM
 
-    llm = LLM(
-        model=str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=16,
-        seed=0,
-        **settings,
-    )
+    usual = {"max_model_len": 1024, "max_num_seqs": 16}
+    llm = LLM(model=str(model), dtype="float32", enforce_eager=True, seed=0, **usual | settings)
     try:
         yield llm
     finally:

@@ -1,6 +1,5 @@
 """Live control inside vLLM: the same answers, whatever it decides, and never a dead engine."""
 
-import gc
 import json
 import logging
 import os
@@ -8,13 +7,17 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from leadout.checkpoints import write_checkpoint
 from leadout.control.policy import Decision, Policy
@@ -32,8 +35,16 @@ DEFAULTS = LiveSettings()
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
     tiny_llama().save_pretrained(folder / "target")
+    words_as_tokens().save_pretrained(folder / "target")
     write_checkpoint(folder / "drafter", random_drafter(CONFIG).state_dict(), CONFIG, "zlab")
     return folder / "target", folder / "drafter"
+
+
+def words_as_tokens() -> PreTrainedTokenizerFast:
+    """A tokenizer for stop strings: token 7 is the word w7."""
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(320)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
 
 
 def prompts() -> list[list[int]]:
@@ -65,40 +76,44 @@ def answers(llm: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def stopped_answers(llm: Any, whole: list[list[int]]) -> list[Any]:
+    """The text and tokens of answers that end where a string within them begins."""
+    from vllm import SamplingParams
+
+    stops = [f"w{answer[10]} w{answer[11]}" for answer in whole if len(answer) == TOKENS]
+    given = [prompt for prompt, answer in zip(prompts(), whole, strict=True) if len(answer) > 30]
+    asks = [
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, stop=[stop], ignore_eos=True)
+        for stop in stops
+    ]
+    outputs = llm.generate([{"prompt_token_ids": each} for each in given], asks, use_tqdm=False)
+    return [(each.outputs[0].text, list(each.outputs[0].token_ids)) for each in outputs]
+
+
 Open = Callable[..., Any]
 
 
-@contextmanager
-def engine(target: Path, **settings: Any) -> Iterator[Any]:
-    """An in-process engine of the tiny target, gone again at the end of the block."""
-    from vllm import LLM
-
-    llm = LLM(
-        model=str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        seed=0,
-        **settings,
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+@pytest.fixture(scope="module")
+def engine(run_engine: Open) -> Open:
+    """Of the tiny target, for few and short requests."""
+    return partial(run_engine, max_model_len=256, max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")
-def bare(pair: tuple[Path, Path]) -> list[list[int]]:
+def bare_engine_said(engine: Open, pair: tuple[Path, Path]) -> tuple[list[list[int]], list[Any]]:
+    """All answers, and those that a stop string cuts short."""
     with engine(pair[0]) as llm:
-        return answers(llm)
+        whole = answers(llm)
+        return whole, stopped_answers(llm, whole)
+
+
+@pytest.fixture(scope="module")
+def bare(bare_engine_said: tuple[list[list[int]], list[Any]]) -> list[list[int]]:
+    return bare_engine_said[0]
 
 
 @pytest.fixture
-def live(pair: tuple[Path, Path]) -> Open:
+def live(engine: Open, pair: tuple[Path, Path]) -> Open:
     def open_engine(settings: LiveSettings = DEFAULTS) -> Any:
         return engine(
             pair[0],
@@ -240,6 +255,17 @@ def test_a_stop_token_among_the_drafts_ends_the_answer_where_bare_vllm_ends_it(
     assert list(output.outputs[0].token_ids) == whole[: whole.index(stop) + 1]
 
 
+def test_a_stop_string_ends_the_answer_where_bare_vllm_ends_it(
+    live: Open, bare_engine_said: tuple[list[list[int]], list[Any]]
+) -> None:
+    whole, stopped = bare_engine_said
+    assert stopped
+    assert all(0 < len(tokens) < TOKENS for _, tokens in stopped)
+    with live(LiveSettings(copy_match=1)) as llm:
+        scheduler_of(llm)._control._policy = Whim(seed=3)
+        assert stopped_answers(llm, whole) == stopped
+
+
 @pytest.mark.parametrize("method", ["decide", "observe", "forget"])
 def test_a_policy_that_fails_costs_one_line(
     live: Open,
@@ -271,7 +297,7 @@ def test_settings_that_cannot_be_read_leave_vllm_as_it_is(
     assert sum("absent.json" in line for line in lines) == 1
 
 
-def test_without_a_drafter_the_scheduler_is_vllms(pair: tuple[Path, Path]) -> None:
+def test_without_a_drafter_the_scheduler_is_vllms(engine: Open, pair: tuple[Path, Path]) -> None:
     with engine(pair[0], **engine_settings(DEFAULTS, {})) as llm:
         assert type(scheduler_of(llm)).__module__.startswith("vllm.")
 
