@@ -1,9 +1,10 @@
 """Cost curves that learn from measured steps.
 
 They start from measured curves, or from a rough law scaled by the first step, and add to it what a
-Kalman filter finds in the differences: a constant, a price per request, per verified draft (dearer
-past some points, where a machine leaves its memory-bound range), for drafting at all and per
-drafted token. A step far slower than expected is ignored, unless the steps after it agree.
+Kalman filter finds in the differences: a constant, a price per request, for verifying any drafts,
+per verified draft (dearer past some points, where a machine leaves its memory-bound range), for
+drafting at all and per drafted token. A step far slower than expected is ignored, unless the steps
+after it agree.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ NOISE = 0.1  # of a measured step, relative
 FAR = 4.0  # deviations
 STUBBORN = 6  # far steps in a row that are no accident
 REFRESH = 16  # steps between two derivations of the price list
-# How wrong the start may be, relative to a bare step: constant, per 8 requests, per 8 drafts, past
-# each knee, drafting at all, per 8 drafted tokens.
-DOUBT = (0.5, 0.1, 0.1, 0.3, 0.5, 0.3, 0.1)
+# How wrong the start may be, relative to a bare step: constant, per 8 requests, any drafts, per 8
+# drafts, past each knee, drafting at all, per 8 drafted tokens.
+DOUBT = (0.5, 0.1, 0.1, 0.1, 0.3, 0.5, 0.3, 0.1)
 DRIFT_STEPS = 200_000.0  # in which what is not measured becomes as doubtful as at the start
 # The rough law, relative to the first step.
 ROUGH_REQUEST, ROUGH_VERIFY, ROUGH_DRAFTING, ROUGH_SLOT = 0.005, 0.003, 0.15, 0.002
@@ -118,8 +119,12 @@ class LearnedCosts:
             floor = max(there, floor)
             draft.append(floor)
         stride = max(1, batch // GRID)
-        verify = [
-            _between(knots, drafts / batch) for drafts in range(0, batch * self._most + 1, stride)
+        # The first draft of a batch has a price of its own, which no straight line from none shows.
+        any_ = max(0.0, _dot(self._weights, _features(batch, 1, 0)) - bare)
+        from_first = [min(knots[0] + any_, knots[1]), *knots[1:]]
+        verify = knots[:1] + [
+            _between(from_first, drafts / batch)
+            for drafts in range(stride, batch * self._most + 1, stride)
         ]
         return Prices.of(batch, stride, verify, draft)
 
@@ -164,6 +169,7 @@ def _features(batch: int, drafts: int, k: int) -> list[float]:
     return [
         1.0,
         batch / 8,
+        1.0 if drafts else 0.0,
         drafts / 8,
         *(max(0.0, (tokens - knee) / knee) for knee in KNEES),
         1.0 if k else 0.0,

@@ -57,6 +57,7 @@ class _Plan:
 
     batch: int
     allowed: int
+    rate: float  # tokens per second
     least: float  # survival of a draft that is worth verifying
     gain: float
     steps_left: int
@@ -115,7 +116,10 @@ class Policy:
             verify = limits
         else:
             copies = self._prefer_copies(seats, survivals, limits)
-            verify = verified(survivals, limits, plan.least)
+            least = plan.least
+            if any(copies):  # the plan was made without them
+                least = least_worth(survivals, limits, prices, plan.rate)
+            verify = verified(survivals, limits, least)
         draft, is_probe = (self._k if wish is None else min(wish, allowed)), False
         if self._off and wish is None and allowed:
             draft, is_probe = self._probe(prices, allowed)
@@ -174,6 +178,7 @@ class Policy:
         return _Plan(
             batch=len(caps),
             allowed=max(caps),
+            rate=rate,
             least=least_worth(survivals, usual, prices, rate),
             gain=rate / by_k[0],
             steps_left=len(caps) // REPLAN_REQUESTS,

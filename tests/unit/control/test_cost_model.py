@@ -75,6 +75,15 @@ def test_a_stumble_is_ignored_and_a_new_pace_is_learnt() -> None:
     assert learned.prices(4).bare == pytest.approx(3 * bare, rel=0.1)
 
 
+def test_the_first_draft_of_a_batch_may_have_a_price_of_its_own() -> None:
+    learned = LearnedCosts(MOST)
+    for drafts in [0, 1, 0, 20, 0, 4] * 20:
+        learned.observe(16, drafts, 0, 0.070 + (0.007 if drafts else 0.0) + 0.0004 * drafts)
+    none, first, second = learned.prices(16).verify[:3]
+    assert first - none == pytest.approx(0.007, rel=0.2)
+    assert second - first < 0.002
+
+
 def test_more_drafts_never_cost_less() -> None:
     learned = LearnedCosts(MOST)
     draws = random.Random(0)

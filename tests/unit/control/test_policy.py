@@ -113,6 +113,25 @@ def test_copied_drafts_are_verified_where_the_drafter_is_off() -> None:
     assert policy.decide([Seat("a", 0, 2, copied=4)]).verify == (2,)
 
 
+def test_a_lone_copy_is_not_verified_where_any_verification_is_dear() -> None:
+    policy = Policy(MOST, CPU, HOPELESS)
+    batch = [f"r{number}" for number in range(16)]
+
+    def decide(copying: int) -> Decision:
+        seats = [Seat(name, 0, MOST, 4 * (place < copying)) for place, name in enumerate(batch)]
+        return policy.decide(seats)
+
+    assert sum(decide(copying=1).verify) == 4
+    bare = CPU.bare_seconds(16)
+    for drafts in [0, 4, 0, 7] * 40:  # any drafts make a step a third longer
+        seconds = bare * (1.33 if drafts else 1.0)
+        tried = [drafts, *[0] * 15]
+        outcomes = [Outcome(name, n, n, copied=n > 0) for name, n in zip(batch, tried, strict=True)]
+        policy.observe(outcomes, 0, seconds)
+    assert sum(decide(copying=1).verify) == 0
+    assert sum(decide(copying=16).verify) > 16  # together they are worth it
+
+
 def test_caps_are_kept_by_every_decision() -> None:
     capped = loop(0.95, 0.95, 0.95, caps={"r0": 0, "r1": 2})
     for decision in capped.steps(300):
