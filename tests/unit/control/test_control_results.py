@@ -64,3 +64,26 @@ def test_the_least_match_is_the_measured_one() -> None:
     share, stood = f"{100 * row['offered']:.0f}%", f"{row['stood_per_offer']:.1f}"
     told = f"{share} of the steps have such a copy, and {stood} of its 7 tokens stand"
     assert told in page()
+
+
+def test_the_page_tells_what_live_control_gains_on_a_real_server() -> None:
+    found = json.loads((ROOT / "results" / "live" / "smollm2.json").read_text())
+    assert found["provenance"]["command"].startswith("python scripts/measure_live.py")
+    one, eight = (found["traffic"]["ratios"][at] for at in ("1", "8"))
+    for told in (
+        f"{one['to_each_arm_over_all']['bare']:.2f} times as fast as bare vLLM with one request",
+        f"{eight['to_each_arm_over_all']['bare']:.2f} times with eight",
+        f"{one['overall']:.2f} and {eight['overall']:.2f} times as fast as the tuned table",
+        f"{found['phase_worst_ratio']:.2f} of the best fixed length",
+    ):
+        assert told in page()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    over_bare = [each["to_each_arm_over_all"]["bare"] for each in (one, eight)]
+    assert f"{over_bare[0]:.2f} times as fast as bare vLLM with one request" in readme
+    assert f"and {over_bare[1]:.2f} times with eight" in readme
+    useless = [f"{ratio:.2f}" for ratio in found["useless"]["ratios"].values()]
+    assert f"{', '.join(useless[:3])} and {useless[3]} of bare vLLM" in page()
+    copying = found["copying"]["ratios"]
+    assert f"{copying['translation']:.2f} on translation" in page()
+    for name in ("summarization", "rag", "coding", "qa", "writing"):
+        assert f"{name} {copying[name]:.2f}" in page()
