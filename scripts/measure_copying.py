@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 
 from leadout.control.copying import CopyIndex
-from leadout.data.shards import Sample
 from leadout.provenance import Provenance
+from leadout.shards import Sample
 
 MATCHES = (1, 2, 3, 4, 5, 6, 8)
 K = 7

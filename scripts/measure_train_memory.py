@@ -60,7 +60,7 @@ def main() -> None:
 
 def write_inputs(folder: Path) -> None:
     """The tiny target, and answers made of random tokens: what they say costs no memory."""
-    from leadout.data.shards import Sample
+    from leadout.shards import Sample
     from support.tiny_chat import write_tiny_chat_target
     from support.tiny_data import write_data
 

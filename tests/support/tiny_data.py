@@ -20,10 +20,10 @@ from leadout.data.manifest import (
     manifest_path,
     shard_path,
 )
-from leadout.data.shards import Sample, ShardWriter
 from leadout.dflash import verify
 from leadout.dflash.generate import GREEDY, generate
 from leadout.dflash.target import Target
+from leadout.shards import Sample, ShardWriter
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, write_tiny_chat_target
 
 SOURCES = ("asked", "self")

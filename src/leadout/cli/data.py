@@ -56,10 +56,10 @@ def data(
     from leadout.data.job import Request, make_data
     from leadout.data.manifest import Sampling
     from leadout.data.prompts import PromptError
-    from leadout.data.shards import ShardError
     from leadout.data.show import DataProgress, print_manifest
     from leadout.engine.folders import ModelNotFoundError
     from leadout.engine.generate import EngineStartError
+    from leadout.shards import ShardError
 
     part, parts = _parts(shard)
     if max_new_tokens >= max_length:

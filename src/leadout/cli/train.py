@@ -45,11 +45,11 @@ def train(
     needs.require("train")
 
     from leadout.checkpoints import CheckpointError
-    from leadout.data.shards import ShardError
     from leadout.dflash.config import InvalidDrafterError
     from leadout.dflash.target import UnsupportedTargetError
     from leadout.engine.apart import DecodeError
     from leadout.engine.folders import ModelNotFoundError
+    from leadout.shards import ShardError
     from leadout.train.borrowed import MissingTensorError
     from leadout.train.command import (
         RESOLVED,

@@ -20,9 +20,9 @@ from leadout.data.manifest import (
 )
 from leadout.data.prompts import Prompt, prompts_hash, read_prompts
 from leadout.data.responses import Answering, conversations
-from leadout.data.shards import Sample, ShardError, ShardWriter, WrittenSamples
 from leadout.engine.folders import local_folder
 from leadout.engine.generate import TextEngine
+from leadout.shards import Sample, ShardError, ShardWriter, WrittenSamples
 from leadout.version import installed_versions
 
 SAVE_EVERY_SECONDS = 30.0

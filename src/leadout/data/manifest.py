@@ -9,7 +9,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from leadout.checkpoints.store import replacing
-from leadout.data.shards import Samples, ShardError
+from leadout.shards import Samples, ShardError
 
 
 class _Record(BaseModel):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from leadout.data.chat import Chat
 from leadout.data.manifest import Sampling
 from leadout.data.prompts import Prompt
-from leadout.data.shards import Sample, ShardWriter
 from leadout.engine.generate import Answer, Ask, TextEngine
+from leadout.shards import Sample, ShardWriter
 
 USER_TURN_TEMPERATURE = 1.0
 LONGEST_USER_TURN = 256

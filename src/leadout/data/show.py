@@ -13,7 +13,7 @@ from rich.table import Table
 
 from leadout.bars import ShownBar
 from leadout.data.manifest import Manifest
-from leadout.data.shards import Sample
+from leadout.shards import Sample
 
 LINE_EVERY_SECONDS = 30.0
 

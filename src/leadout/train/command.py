@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from leadout.checkpoints import Format, write_checkpoint
+from leadout.checkpoints import Format
 from leadout.checkpoints.store import replacing
 from leadout.data.manifest import DataFolder
 from leadout.engine.folders import local_folder
 from leadout.pairing import read_target
 from leadout.train.config import InvalidTrainConfigError, TrainConfig
-from leadout.train.export import write_companions
+from leadout.train.export import write_best, write_companions
 from leadout.train.log import Listener, Record, read_log
 from leadout.train.plan import Plan, make_plan
 from leadout.train.ranks import Ranks, joined_ranks
@@ -24,7 +23,7 @@ from leadout.train.report import TrainReport, curves_of
 from leadout.train.run import WORK, Corpus, Run, UnfitDataError, read_corpus, resolve
 from leadout.train.served import ServedAcceptance, compare_with_served, require_agreement
 from leadout.train.show import TrainProgress, say
-from leadout.train.state import RunNumbers, load_best
+from leadout.train.state import RunNumbers
 from leadout.train.tensorboard import TensorBoard, require_tensorboard
 
 RESOLVED = "training.yaml"
@@ -145,7 +144,7 @@ _MAY_CHANGE = frozenset({"save_every", "validate_every", "micro_tokens", "compil
 
 def _finish(command: Command, run: Run, data: DataFolder, numbers: RunNumbers) -> TrainReport:
     """Export the best weights, prove them in the engine, and write what belongs to a drafter."""
-    folder = _export(command, run)
+    folder = write_best(run, command.out / DRAFTER, command.format, command.target)
     say(f"wrote {folder}; now vLLM serves it on held-out prompts, a minute or two")
     served = serve_held_out(run, local_folder(command.target), folder)
     validation = curves_of(read_log(run.folder)).best
@@ -167,20 +166,6 @@ def _finish(command: Command, run: Run, data: DataFolder, numbers: RunNumbers) -
     write_companions(folder, report, data, list(read_log(run.folder)))
     require_agreement(served, folder)
     return report
-
-
-def _export(command: Command, run: Run) -> Path:
-    """The best weights as a checkpoint, in its place only when it is whole."""
-    folder, partial = command.out / DRAFTER, command.out / f".{DRAFTER}.partial"
-    precision = getattr(torch, run.config.precision)
-    weights = {name: tensor.to(precision) for name, tensor in load_best(run.folder).items()}
-    shutil.rmtree(partial, ignore_errors=True)
-    write_checkpoint(
-        partial, weights, run.drafter_config, command.format, target_name=command.target
-    )
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off after its export
-    partial.rename(folder)
-    return folder
 
 
 def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:

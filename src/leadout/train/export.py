@@ -1,20 +1,47 @@
-"""What is written beside a drafter's weights: its model card, settings, record and curves."""
+"""What a run leaves: the drafter, and beside its weights a model card, settings and curves."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from leadout.checkpoints import Format, write_checkpoint
 from leadout.checkpoints.store import replacing
 from leadout.data.manifest import DataFolder
 from leadout.pairing.names import hub_name, last_part
 from leadout.train.log import Record
 from leadout.train.report import Curves, TrainReport, curves_of
+from leadout.train.run import Run
+from leadout.train.state import load_best
 
 CARD = "README.md"
 SETTINGS = "training.yaml"
 RECORD = "training.json"
 CURVES = "curves.svg"
+
+
+def write_best(
+    run: Run, folder: Path, to: Format, target_name: str, draft_tokens: int | None = None
+) -> Path:
+    """The best weights of a run as a checkpoint, in its place only when it is whole."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    precision = getattr(torch, run.config.precision)
+    weights = {name: tensor.to(precision) for name, tensor in load_best(run.folder).items()}
+    shutil.rmtree(partial, ignore_errors=True)
+    write_checkpoint(
+        partial,
+        weights,
+        run.drafter_config,
+        to,
+        target_name=target_name,
+        draft_tokens=draft_tokens,
+    )
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off after its export
+    partial.rename(folder)
+    return folder
 
 
 def write_companions(

@@ -6,6 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 from pydantic import BaseModel, ConfigDict
@@ -72,16 +73,24 @@ class Plan(BaseModel):
         )
 
 
-def make_plan(run: Run, data: DataFolder) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of a run on this machine, its ranks side by side."""
+
+    seconds_per_step: float
+    seconds_per_token: float  # of the target's states
+    seconds_per_judged: float  # one held-out sequence
+
+
+def time_steps(run: Run) -> Timing:
     """Time some steps of a run that is thrown away after them."""
-    config, steps = run.config, run.steps
+    config, ranks = run.config, run.ranks.count
     held_out = run.corpus.split.validation
     run.judge(held_out[:1])  # loads the target
     batch = [run.fetch(i) for i in sequences_of_step(run.corpus.split.train, 0, config)]
     tokens = sum(len(sequence) for _, sequence in batch)
-    states_seconds = _seconds_of(lambda: [run.source.observe([item]) for item in batch])
-    judging = _seconds_of(lambda: run.judge(held_out[:1])) * len(held_out)
-    validations = math.ceil(steps / config.validate_every)
+    for_states = _seconds_of(lambda: [run.source.observe([item]) for item in batch])
+    judging = _seconds_of(lambda: run.judge(held_out[:1]))
     optimizers = make_optimizers(run.weights.masters, config)
 
     def step() -> None:
@@ -91,24 +100,31 @@ def make_plan(run: Run, data: DataFolder) -> Plan:
             optimizer.step()
 
     seconds = min(_seconds_of(step) for _ in range(TIMED_STEPS))
+    return Timing(seconds / ranks, for_states / tokens / ranks, judging / ranks)
+
+
+def make_plan(run: Run, data: DataFolder) -> Plan:
+    config, steps = run.config, run.steps
+    timing = time_steps(run)
+    judging = timing.seconds_per_judged * len(run.corpus.split.validation)
+    validations = math.ceil(steps / config.validate_every)
     on_disk = config.states == "disk"
     all_tokens = sum(run.corpus.lengths)
-    per_token = states_seconds / tokens
-    for_states = all_tokens * per_token if on_disk else steps * states_seconds
+    passes = 1.0 if on_disk else config.epochs
+    for_states = passes * all_tokens * timing.seconds_per_token
     weights = sum(p.numel() for p in run.drafter.parameters())
     width = (len(run.drafter_config.target_layer_ids) + 1) * run.drafter_config.context_size
     blocks = steps * config.batch_sequences * config.anchors
-    ranks = run.ranks.count
     return Plan(
         samples=len(run.corpus.samples),
         response_tokens=data.response_tokens,
         steps=steps,
         blocks=blocks,
         trained_parameters=weights,
-        seconds_per_step=seconds / ranks,
-        seconds_for_states=for_states / ranks,
-        seconds_per_validation=judging / ranks,
-        minutes=(steps * seconds + for_states + validations * judging) / ranks / 60,
+        seconds_per_step=timing.seconds_per_step,
+        seconds_for_states=for_states,
+        seconds_per_validation=judging,
+        minutes=(steps * timing.seconds_per_step + for_states + validations * judging) / 60,
         peak_memory_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         states_on_disk_gib=all_tokens * width * 2 / 2**30 if on_disk else 0.0,
         checkpoint_gib=weights * 4 * 4 / 2**30,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from leadout.checkpoints.fingerprint import fingerprint
 from leadout.data.manifest import DataFolder
-from leadout.data.shards import Sample, Samples
+from leadout.dflash.config import DrafterConfig
 from leadout.dflash.target import Target
+from leadout.shards import Sample, Samples
 from leadout.train.borrowed import Borrowed, TargetFiles, borrow
 from leadout.train.config import TrainConfig
 from leadout.train.forward import BlockForward
@@ -148,7 +149,9 @@ class Run:
         config: TrainConfig,
         out: Path,
         ranks: Ranks,
+        shape: DrafterConfig | None = None,
     ) -> None:
+        """`shape` is that of the drafter to go on from, where it is not one of our making."""
         from transformers import AutoConfig
 
         self.config = config
@@ -158,7 +161,7 @@ class Run:
         self._target = target
         self._precision = getattr(torch, config.precision)
         files = TargetFiles(target)
-        self.drafter_config = new_config(
+        self.drafter_config = shape or new_config(
             target,
             AutoConfig.from_pretrained(target),
             layers=config.layers,

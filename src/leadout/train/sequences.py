@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leadout.data.shards import Sample, Samples
+from leadout.shards import Sample, Samples
 
 
 @dataclass(frozen=True, slots=True)

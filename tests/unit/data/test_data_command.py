@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from leadout.cli.app import app
 from leadout.data import job
 from leadout.data.manifest import DataFolder
-from leadout.data.shards import ShardWriter
+from leadout.shards import ShardWriter
 from leadout.version import installed_versions
 from support.tiny_chat import write_tiny_chat_target
 

@@ -16,7 +16,7 @@ from leadout.data.manifest import (
     manifest_path,
     shard_path,
 )
-from leadout.data.shards import Sample, ShardError, ShardWriter
+from leadout.shards import Sample, ShardError, ShardWriter
 
 
 def write_part(folder: Path, job: Job, part: int, names: list[str]) -> None:

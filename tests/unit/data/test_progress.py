@@ -7,7 +7,7 @@ import time
 import pytest
 
 from leadout.data import show
-from leadout.data.shards import Sample
+from leadout.shards import Sample
 
 
 def test_a_log_gets_a_line_now_and_then(

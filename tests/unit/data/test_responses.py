@@ -12,7 +12,7 @@ from leadout.data.chat import Chat
 from leadout.data.manifest import Sampling
 from leadout.data.prompts import Prompt
 from leadout.data.responses import USER_TURN_TEMPERATURE, Answering, conversations
-from leadout.data.shards import Sample, ShardWriter, WrittenSamples
+from leadout.shards import Sample, ShardWriter, WrittenSamples
 
 PROMPTS = [
     Prompt("a/0", "a", ("One?",)),

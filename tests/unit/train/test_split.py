@@ -10,7 +10,7 @@ import pytest
 from small_runs import small_config
 
 from leadout.data.manifest import DataFolder
-from leadout.data.shards import Sample
+from leadout.shards import Sample
 from leadout.train.run import Corpus, UnfitDataError, read_corpus
 from leadout.train.sequences import Split, split, to_sequence
 from support.models import TINY_VOCAB

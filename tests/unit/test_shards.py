@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.data.shards import Sample, Samples, ShardError, ShardWriter, WrittenSamples, read_shard
+from leadout.shards import Sample, Samples, ShardError, ShardWriter, WrittenSamples, read_shard
 
 
 def sample(name: str, length: int = 3) -> Sample:

@@ -130,6 +130,10 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         return _sample_at(self._paths[self._shards[index]], self._offsets[index])
 
+    def path_of(self, index: int) -> Path:
+        """The file that a sample is in."""
+        return self._paths[self._shards[index]]
+
 
 def _places_by_id(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     found = [
