@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from leadout.checkpoints import write_checkpoint
 from leadout.control.policy import Decision, Policy
 from leadout.engine.live_settings import LiveSettings, engine_settings
+from leadout.engine.scheduler import LiveAsyncScheduler, LiveScheduler
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import ROOT, tiny_llama
 
@@ -174,7 +175,7 @@ def test_answers_are_those_of_bare_vllm(
 ) -> None:
     with live() as llm:
         scheduler = scheduler_of(llm)
-        assert type(scheduler).__name__ == "LiveScheduler"
+        assert isinstance(scheduler, LiveScheduler)
         assert answers(llm) == bare
         control = scheduler._control
         assert control is not None, lines
@@ -228,7 +229,7 @@ def test_a_step_ahead_of_the_model_the_answers_are_the_same(
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep_ahead))
     with live() as llm:
         scheduler = scheduler_of(llm)
-        assert type(scheduler).__name__ == "LiveAsyncScheduler"
+        assert isinstance(scheduler, LiveAsyncScheduler)
         control = scheduler._control
         assert control._copy_match == 0
         assert answers(llm) == bare

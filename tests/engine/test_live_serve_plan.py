@@ -11,8 +11,9 @@ import pytest
 
 from leadout.checkpoints.fingerprint import fingerprint
 from leadout.control.tuned import Model, write_tuned
-from leadout.engine.live_settings import SCHEDULER, LiveSettings, settings_of
+from leadout.engine.live_settings import LiveSettings, settings_of
 from leadout.engine.pair import UnfitPairError
+from leadout.engine.sections import SCHEDULER
 from leadout.engine.serve import Plan, Request, make_plan, vllm_config_of
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.models import tiny_llama

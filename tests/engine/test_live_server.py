@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from leadout.engine import capture_counters
 from leadout.engine.serve import Request, make_plan
 from leadout.engine.server import Server
+from support.ops_files import scraped_metrics
 from support.shared import QUICK_DRAFTER, first_turns
 
 
@@ -67,3 +69,13 @@ def test_live_control_is_seen_and_steered_from_outside(server: Server) -> None:
     log = server.log.read_text()
     assert log.count("found 'what', wanted 'off' or a whole number") == 1
     assert "live control is off" not in log
+
+
+def test_rules_and_dashboard_ask_for_what_a_server_has(server: Server) -> None:
+    time.sleep(1.1)  # live control writes its numbers once a second
+    complete(server, first_turns("gsm8k", 4))
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    shown = {line.partition("{")[0] for line in lines if not line.startswith("#")}
+    with_capture = {f"{family.name}_total" for family in capture_counters.families()}
+    assert scraped_metrics() - shown == with_capture

@@ -19,9 +19,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from leadout.engine import watch
+from leadout.engine.capture import CaptureNumbers
 from leadout.engine.live_numbers import LiveNumbers, numbers_file, write_numbers
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import Server, server_command
+from leadout.engine.small_files import small_file, write_small
 from leadout.engine.watch import AcceptanceWatch
 from support.shared import QUICK_DRAFTER, first_turns
 
@@ -34,7 +36,7 @@ Samples = dict[tuple[str, ...], float]
 
 
 def parse(text: str) -> Samples:
-    order = ("model_name", "engine", "position")
+    order = ("model_name", "engine", "position", "reason")
     return {
         (sample.name, *(sample.labels[label] for label in order if label in sample.labels)): (
             sample.value
@@ -147,7 +149,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
 def config(method: str | None = "dflash") -> Any:
     speculative = None if method is None else SimpleNamespace(method=method, model="a/drafter")
     model = SimpleNamespace(model="a/target", served_model_name="name")
-    return SimpleNamespace(speculative_config=speculative, model_config=model, instance_id="a-test")
+    return SimpleNamespace(
+        speculative_config=speculative,
+        model_config=model,
+        instance_id="a-test",
+        additional_config={},
+    )
 
 
 def step(drafts: int, accepted: int) -> SchedulerStats:
@@ -174,6 +181,20 @@ def test_live_controls_numbers_stand_beside_the_acceptance(
     assert shown["leadout:draft_length", "name", "1"] == 2.5
     assert shown["leadout:estimated_gain", "name", "1"] == 1.5
     assert ("leadout:draft_length", "name", "0") not in shown
+
+
+def test_captures_counters_stand_there_also_without_a_drafter(
+    registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    captures = config(None)
+    captures.additional_config = {"leadout": {"capture": {"folder": "traffic"}}}
+    AcceptanceWatch(vllm_config=captures, engine_indexes=[0])
+    assert "leadout:captured" not in generate_latest(registry).decode()
+    write_small(CaptureNumbers(captured=5, disk=2), small_file("capture", "a-test", 0))
+    shown = parse(generate_latest(registry).decode())
+    assert shown["leadout:captured_requests_total", "name", "0"] == 5
+    assert shown["leadout:capture_dropped_requests_total", "name", "0", "disk"] == 2
 
 
 def test_gauges_tell_engines_apart_and_fade_without_drafts(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.dflash.target import Target
+from leadout.engine.swap_worker import replace_weights
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import tiny_llama
@@ -60,21 +61,6 @@ def llm(
     llm.llm_engine.engine_core.shutdown()
 
 
-def update_drafter(worker: Any, weights: dict[str, torch.Tensor]) -> None:
-    """vLLM's own way to replace weights in place, as its update of a running engine does it."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    drafter = worker.get_draft_model()
-    with set_current_vllm_config(worker.vllm_config):
-        initialize_layerwise_reload(drafter)
-        drafter.load_weights(weights.items())
-        finalize_layerwise_reload(drafter, worker.vllm_config.speculative_config.draft_model_config)
-
-
 def drafted(llm: Any) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
     """The text, the blocks drafted for it, and the lengths at which they were."""
     from vllm import SamplingParams
@@ -95,7 +81,7 @@ def test_drafts_follow_the_weights_there_and_back(
     for serving in (0, 1, 0):
         if texts:  # the engine has started with the first
             weights = load_file(drafters[serving] / "model.safetensors")
-            llm.collective_rpc(update_drafter, args=(weights,))
+            llm.collective_rpc(replace_weights, args=(weights,))
         text, blocks, lengths = drafted(llm)
         assert blocks == reference_drafts(target, load_drafter(drafters[serving]), text, lengths, K)
         texts.append(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -19,9 +20,12 @@ def cached_smollm2() -> Path:
     """SmolLM2-135M-Instruct, made once by the script that users run and kept outside the tree."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "leadout" / "models"
     destination = cache / "smollm2-135m-instruct"
-    if not destination.exists():
-        script = ROOT / "examples" / "make_smollm2.py"
-        subprocess.run([sys.executable, script, destination], check=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not destination.exists():
+            script = ROOT / "examples" / "make_smollm2.py"
+            subprocess.run([sys.executable, script, destination], check=True)
     return destination
 
 

@@ -29,6 +29,18 @@ def serve(
         bool,
         typer.Option("--live", help="Choose how much to draft at every step, by what it gains."),
     ] = False,
+    registry: Annotated[
+        Path | None,
+        typer.Option(help="Registry of `leadout learn`: serve the version it points to, and swap."),
+    ] = None,
+    capture: Annotated[
+        Path | None,
+        typer.Option(help="Folder to keep token ids of finished requests in; off without."),
+    ] = None,
+    capture_rate: Annotated[
+        float,
+        typer.Option(min=0.0001, max=1.0, help="Share of the requests to capture."),
+    ] = 1.0,
     plan: Annotated[bool, typer.Option("--plan", help="Print the command and stop.")] = False,
     if_unfit: Annotated[
         IfUnfit, typer.Option(help="Refuse to serve, or serve without speculation.")
@@ -50,12 +62,18 @@ def serve(
 
     from leadout.checkpoints import CheckpointError
     from leadout.control.tuned import TunedFileError
+    from leadout.engine.capture_settings import CaptureSettings
     from leadout.engine.folders import ModelNotFoundError
     from leadout.engine.pair import UnfitPairError
     from leadout.engine.serve import Request, make_plan
 
     typer.echo("leadout: examining target, drafter and settings, some seconds", err=True)
-    request = Request(target, draft, if_unfit.value, tuple(context.args), tuned, live)
+    kept = None
+    if capture is not None:
+        kept = CaptureSettings(folder=capture.resolve(), rate=capture_rate)
+    request = Request(
+        target, draft, if_unfit.value, tuple(context.args), tuned, live, registry, kept
+    )
     try:
         made = make_plan(request)
     except (UnfitPairError, CheckpointError, ModelNotFoundError, TunedFileError) as problem:
@@ -64,7 +82,8 @@ def serve(
     for note in made.notes:
         typer.echo(f"leadout: {note}", err=True)
     if plan:
-        typer.echo(shlex.join(made.command))
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in made.environment.items()]
+        typer.echo(" ".join([*assignments, shlex.join(made.command)]))
         return
     # The same process from here on: its id and signals are the server's.
-    os.execve(made.command[0], made.command, servers_environment)
+    os.execve(made.command[0], made.command, servers_environment | made.environment)

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from leadout.checkpoints import Checkpoint, CheckpointError
 from leadout.checkpoints.tensors import by_checked_name
+from leadout.dflash.config import DrafterConfig
 from leadout.engine.pair import require_fit
 
 # Copies that vLLM makes of weights, for one fused projection of the context.
@@ -88,6 +89,11 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         self._checkpoint_of_start: Checkpoint = require_fit(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    @property
+    def drafter_config(self) -> DrafterConfig:
+        """What is built into the engine, and stays when the weights are replaced."""
+        return self._checkpoint_of_start.config
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None

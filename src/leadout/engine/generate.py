@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from leadout.engine.sections import SCHEDULER
+
 
 class EngineStartError(ValueError):
     """vLLM refuses the target or a setting."""
@@ -64,6 +66,8 @@ class TextEngine:
         from vllm.platforms import current_platform
 
         on_cpu = current_platform.is_cpu()
+        if on_cpu and drafter is not None:
+            settings.setdefault("scheduler_cls", SCHEDULER)  # else sampled text may be wrong
         try:
             self._llm = LLM(
                 model=target,
@@ -84,6 +88,8 @@ class TextEngine:
                 f"{target}: vLLM does not start: {reason} (asked for at most {max_length} tokens "
                 f"in {dtype})"
             ) from problem
+        # See `sound_drafts`: on a CPU nothing is drafted beside a sampled request.
+        self.drafts_for_sampled = not on_cpu
         self._running = 0
         self._has_counters = drafter is not None
 

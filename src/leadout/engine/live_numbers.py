@@ -1,19 +1,14 @@
-"""What live control did over the last minute, and the small file that carries it.
-
-The scheduler lives in vLLM's engine process, `/metrics` in its API process, and vLLM's own messages
-between the two have no room for more numbers. So the scheduler writes them down once a second, and
-the API process reads them when it is scraped. Both know the file's name from vLLM's instance id.
-"""
+"""What live control did over the last minute, and the small file that carries it to `/metrics`."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections import deque
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
+
+from leadout.engine.small_files import read_small, small_file, write_small
 
 WINDOW_SECONDS = 60
 
@@ -78,25 +73,16 @@ _SUMMED = ("steps", "drafted", "made", "verified", "copied", "accepted", "probes
 
 
 def numbers_file(instance: str, engine: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"leadout-live-{os.getuid()}-{instance}-{engine}.json"
+    return small_file("live", instance, engine)
 
 
 def write_numbers(numbers: LiveNumbers, path: Path) -> None:
-    """Aside, then renamed: a reader never sees half a file."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(numbers.model_dump_json())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_small(numbers, path)
 
 
 def read_numbers(path: Path) -> LiveNumbers | None:
     """None without a file, or with one that tells of nothing within the last minute."""
-    try:
-        numbers = LiveNumbers.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):
+    numbers = read_small(path, LiveNumbers)
+    if numbers is None or time.time() - numbers.written >= WINDOW_SECONDS:
         return None
-    return numbers if time.time() - numbers.written < WINDOW_SECONDS else None
+    return numbers

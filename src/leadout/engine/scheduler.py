@@ -1,8 +1,9 @@
 """vLLM's scheduler with live control: it verifies and drafts what the policy finds worth it.
 
-vLLM calls `make_scheduler` (`scheduler_cls`) where it would make its own scheduler, and gets its
-own without a DFlash drafter. An error in live control costs one log line; from then on the
-scheduler does what vLLM's does.
+vLLM calls `make_scheduler` (`scheduler_cls`) where it would make its own scheduler. What comes
+before vLLM's own class, or Leadout's with live control, follows from the sections of the settings,
+what comes between them from the machine (`sound_drafts`); without any, it is vLLM's own. An error
+in live control costs one log line; from then on the scheduler does what vLLM's does.
 
 When scheduling runs ahead of the model (`async_scheduling`), and always under the V2 runner, the
 scheduler sees placeholders in the place of drafts: their number can be chosen, but not what they
@@ -18,15 +19,20 @@ from typing import Any
 
 import vllm
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from leadout.control.policy import Policy
 from leadout.control.tuned import read_tuned
+from leadout.engine.capturing import Capturing
 from leadout.engine.live import LiveControl, Step
 from leadout.engine.live_numbers import numbers_file
 from leadout.engine.live_settings import settings_of
+from leadout.engine.newcomers import Newcomers
 from leadout.engine.plugin import SWITCH
+from leadout.engine.sections import CAPTURE, LIVE, REGISTRY, sections_of
+from leadout.engine.sound_drafts import SoundDrafts
 from leadout.engine.support import is_supported
 
 logger = init_logger("vllm.leadout")
@@ -36,11 +42,31 @@ MOST_UNDER_WAY = 64  # outputs that never come back must not pile up
 
 def make_scheduler(vllm_config: Any, **settings: Any) -> Any:
     """The scheduler for this engine; vLLM passes everything by name."""
+    return _scheduler_class(vllm_config)(vllm_config=vllm_config, **settings)
+
+
+def _scheduler_class(vllm_config: Any) -> type[Any]:
+    sections = sections_of(vllm_config)
     is_async = vllm_config.scheduler_config.async_scheduling
-    if not _is_wanted(vllm_config):
-        return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **settings)
-    kind = LiveAsyncScheduler if is_async else LiveScheduler
-    return kind(vllm_config=vllm_config, **settings)
+    base: type[Any] = AsyncScheduler if is_async else Scheduler
+    if os.environ.get(SWITCH) == "0" or not is_supported(vllm.__version__):
+        return base
+    if LIVE in sections and _can_be_live(vllm_config):
+        base = LiveAsyncScheduler if is_async else LiveScheduler
+    before: list[type[Any]] = []
+    if CAPTURE in sections:
+        before.append(Capturing)
+    if REGISTRY in sections:
+        before.append(Newcomers)
+    if _drafts_on_cpu(vllm_config):
+        base = SoundDrafts if base is Scheduler else type(base.__name__, (base, SoundDrafts), {})
+    # Each calls the next; a class of its own only for what was asked for.
+    return type(f"Leadout{base.__name__}", (*before, base), {}) if before else base
+
+
+def _drafts_on_cpu(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return current_platform.is_cpu() and speculative is not None and speculative.method == "dflash"
 
 
 def make_control(vllm_config: Any) -> LiveControl:
@@ -172,14 +198,9 @@ class LiveAsyncScheduler(LiveScheduler, AsyncScheduler):  # type: ignore[misc]
     """A step ahead of the model."""
 
 
-def _is_wanted(vllm_config: Any) -> bool:
+def _can_be_live(vllm_config: Any) -> bool:
     speculative = vllm_config.speculative_config
-    if (
-        os.environ.get(SWITCH) == "0"
-        or not is_supported(vllm.__version__)
-        or speculative is None
-        or speculative.method != "dflash"
-    ):
+    if speculative is None or speculative.method != "dflash":
         return False
     replicas = vllm_config.parallel_config.data_parallel_size
     if replicas > 1:

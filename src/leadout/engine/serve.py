@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
 from leadout.control.tuned import Tuned, read_tuned
+from leadout.engine.capture_settings import CaptureSettings
 from leadout.engine.folders import ModelNotFoundError, local_folder
-from leadout.engine.live_settings import LiveSettings, engine_settings
+from leadout.engine.live_settings import LiveSettings
+from leadout.engine.loop_plan import require_own_folder, version_to_serve
 from leadout.engine.pair import UnfitPairError, pair_of, pair_to_be, require_no_refusal
+from leadout.engine.registry_settings import RegistrySettings
+from leadout.engine.sections import SCHEDULER
+from leadout.engine.serve_flags import (
+    PLUGINS,
+    Parts,
+    endpoints_let_in,
+    environment_for,
+    flags_for,
+)
 from leadout.engine.server import server_command
 from leadout.engine.tuned_speculation import (
     DRAFT_LENGTH,
@@ -46,6 +57,8 @@ class Request:
     flags: tuple[str, ...]  # any flag of vLLM's server
     tuned: Path | None = None  # what `leadout tune` wrote
     live: bool = False  # decide how much to draft at every step
+    registry: Path | None = None  # serve the version it points to, and follow it
+    capture: CaptureSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,7 @@ class Plan:
 
     command: list[str]
     notes: list[str]
+    environment: dict[str, str] = field(default_factory=dict)  # beside that of the caller
 
 
 def make_plan(request: Request) -> Plan:
@@ -62,32 +76,28 @@ def make_plan(request: Request) -> Plan:
     named = _target_named_by(request.target)
     target = request.target if named is None or request.draft is not None else named
     asked = _asked_speculation(target, request.flags)
+    bare = _without_speculation(request.flags)
     method = asked.get("method", "dflash")
-    if method != "dflash" and request.tuned is not None:
-        raise UnfitPairError(
-            f"--tuned: found speculation by {method} in --speculative-config, wanted dflash, which "
-            "was measured; leave out one of the two"
-        )
-    if method != "dflash" and request.live:
-        raise UnfitPairError(
-            f"--live: found speculation by {method} in --speculative-config, wanted dflash; leave "
-            "out one of the two"
-        )
+    if method != "dflash":
+        _require_dflash(method, request)
     if method != "dflash" and request.draft is None:
         passed_on = f"speculation by {method}: passed on to vLLM, not examined"
-        return Plan(server_command(target, request.flags), [passed_on])
+        return _without_drafter(target, list(request.flags), request, [passed_on])
     tuned = None if request.tuned is None else read_tuned(request.tuned)
     draft = request.draft or asked.get("model") or (request.target if named else None)
-    if draft is None and tuned is not None:
+    if draft is None and tuned is not None and request.registry is None:
         draft = _drafter_of(tuned, notes)
-    if draft is None:
-        return Plan(server_command(target, request.flags), [*notes, "no drafter: plain vLLM"])
+    if draft is None and request.registry is None:
+        notes.append("no drafter: plain vLLM")
+        return _without_drafter(target, list(request.flags), request, notes)
     if target != request.target:
         notes.append(f"target {target}: named by the speculators checkpoint {request.target}")
-    bare = _without_speculation(request.flags)
     try:
-        if draft == AUTO:
+        if request.registry is not None:
+            draft = version_to_serve(request.registry, target, draft, notes)
+        elif draft == AUTO:
             draft = _published_for(target, notes)
+        assert draft is not None
         checkpoint = read_checkpoint(local_folder(draft, asked.get("revision")))
         load_weights(checkpoint)  # a value that is not finite is found now, not by the server
         notes += [f"drafter: {note}" for note in checkpoint.notes]
@@ -97,14 +107,81 @@ def make_plan(request: Request) -> Plan:
         flags = _fitting_flags(
             target, draft, checkpoint, asked, bare, notes, tuned, is_live=request.live
         )
-        if request.live:
-            flags += _live_flags(request.tuned, parse(target, bare))
-        return Plan(server_command(target, flags), notes)
+        if not any(_is_speculation(flag) for flag in flags):
+            return _without_drafter(target, flags, request, notes)
+        flags += _sound_scheduler(target, flags, request, notes)
+        return _with_parts(target, flags, _parts_of(request), notes)
     except (UnfitPairError, CheckpointError, ModelNotFoundError) as problem:
         if request.if_unfit == "refuse":
             raise
         notes.append(f"serving WITHOUT speculation, as --if-unfit bare asks: {problem}")
-        return Plan(server_command(target, bare), notes)
+        return _without_drafter(target, bare, request, notes)
+
+
+def _require_dflash(method: str, request: Request) -> None:
+    for flag, is_given in {
+        "--tuned": request.tuned is not None,
+        "--live": request.live,
+        "--registry": request.registry is not None,
+    }.items():
+        if is_given:
+            raise UnfitPairError(
+                f"{flag}: found speculation by {method} in --speculative-config, wanted dflash"
+                f"{', which was measured' if flag == '--tuned' else ''}; leave out one of the two"
+            )
+
+
+def _parts_of(request: Request) -> Parts:
+    tuned = None if request.tuned is None else request.tuned.resolve()
+    registry = request.registry
+    return Parts(
+        live=LiveSettings(tuned=tuned) if request.live else None,
+        capture=request.capture,
+        registry=None if registry is None else RegistrySettings(folder=registry.resolve()),
+    )
+
+
+def _sound_scheduler(
+    target: str, flags: list[str], request: Request, notes: list[str]
+) -> list[str]:
+    """The scheduler that keeps sampled text right on CPUs, where no other part brings it."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or _parts_of(request) != Parts():
+        return []
+    found = parse(target, flags).scheduler_cls
+    if found is None:
+        notes.append(
+            "on CPUs no drafts are verified while a sampled request runs: see docs/limits.md"
+        )
+        return ["--scheduler-cls", SCHEDULER]
+    notes.append(
+        f"--scheduler-cls {found}: on CPUs vLLM 0.32 samples wrongly where it verifies drafts; "
+        f"with {SCHEDULER} it does not"
+    )
+    return []
+
+
+def _without_drafter(target: str, flags: list[str], request: Request, notes: list[str]) -> Plan:
+    """Capture needs no drafter; the other parts do."""
+    return _with_parts(target, flags, Parts(capture=request.capture), notes)
+
+
+def _with_parts(target: str, flags: list[str], parts: Parts, notes: list[str]) -> Plan:
+    if parts.capture is not None:
+        require_own_folder(parts.capture, target)
+        notes.append(
+            f"--capture: token ids of {parts.capture.rate:.0%} of the requests are kept in "
+            f"{parts.capture.folder}"
+        )
+    if parts != Parts():  # spares importing the engine only to add nothing
+        flags = [*flags, *flags_for(parts, parse(target, flags))]
+    environment = environment_for(parts)
+    notes += [
+        f"{PLUGINS} has to name plugins now, which also loads the endpoints of {name}"
+        for name in endpoints_let_in(environment)
+    ]
+    return Plan(server_command(target, flags), notes, environment)
 
 
 def _fitting_flags(
@@ -152,24 +229,6 @@ def _fitting_flags(
     notes += [str(finding) for finding in findings if finding.severity is Severity.WARN]
     require_no_refusal(findings)
     return flags
-
-
-def _live_flags(tuned: Path | None, asked: Any) -> list[str]:
-    """What switches live control on, beside the user's flags as vLLM parsed them."""
-    if asked.scheduler_cls is not None:
-        raise UnfitPairError(
-            f"--live: found --scheduler-cls {asked.scheduler_cls} as well, wanted one scheduler; "
-            "leave out one of the two"
-        )
-    if asked.data_parallel_size > 1:
-        raise UnfitPairError(
-            f"--live: found data_parallel_size {asked.data_parallel_size}, wanted 1; start one "
-            "server for each replica, or leave out --live"
-        )
-    settings = LiveSettings(tuned=None if tuned is None else tuned.resolve())
-    made = engine_settings(settings, dict(asked.additional_config or {}))
-    additional = json.dumps(made["additional_config"])
-    return ["--scheduler-cls", made["scheduler_cls"], "--additional-config", additional]
 
 
 def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -> int:

@@ -40,7 +40,8 @@ class SessionRequest(_Message):
     drafter: str | None = None
     draft_tokens: int = 0  # K
     prompts: dict[str, list[list[int]]]  # by set
-    temperatures: list[float] = [0.0]  # every prompt once at each
+    # Every prompt once at each; with a drafter on a CPU only greedily.
+    temperatures: list[float] = [0.0]
     max_tokens: int
     max_length: int
     dtype: str = "auto"
@@ -82,7 +83,10 @@ def run(request: SessionRequest) -> SessionResult:
         write_texts(_record(engine, asked, request.draft_tokens), asked.path)
         say_progress(f"recorded drafts of {len(asked.prompts)} prompts")
     runs = []
-    for temperature in request.temperatures:
+    temperatures = request.temperatures
+    if request.drafter is not None and not engine.drafts_for_sampled:
+        temperatures = [each for each in temperatures if each == 0]
+    for temperature in temperatures:
         number = itertools.count()  # every prompt has its own, whatever its set
         for name, prompts in request.prompts.items():
             asks = [

@@ -1,11 +1,11 @@
 """Acceptance of the last minute in `/metrics`, and one plain warning when drafts do not pay.
 
 vLLM's API server makes one `AcceptanceWatch` (entry point group `vllm.stat_logger_plugins`) beside
-its own loggers. It watches DFlash servers only, and nothing with LEADOUT_PLUGIN=0.
+its own loggers. It watches DFlash servers and those that capture, and none with LEADOUT_PLUGIN=0.
 
 `leadout:acceptance_length` and `leadout:acceptance_rate{position}` are computed when they are
 scraped, and absent when the last minute had no drafts. With live control its gauges stand beside
-them (`live_gauges`).
+them (`live_gauges`), and with capture its counters, with or without a drafter.
 
 With several API servers (Prometheus' multiprocess mode) `/metrics` shows no gauges, only vLLM's
 counters: each API server sees a share of the steps, and warns by its share.
@@ -25,14 +25,16 @@ from typing import Any
 
 import vllm
 from prometheus_client import REGISTRY
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from leadout.engine import live_gauges
+from leadout.engine import capture_counters, live_gauges
 from leadout.engine.acceptance_window import AcceptanceWindow, BelowBreakEven
 from leadout.engine.live_numbers import numbers_file
 from leadout.engine.plugin import SWITCH
+from leadout.engine.sections import CAPTURE, sections_of
+from leadout.engine.small_files import small_file
 from leadout.engine.support import is_supported
 
 logger = init_logger("vllm.leadout")
@@ -70,7 +72,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
         engine_idx: int = 0,
         **_: Any,  # what another vLLM may pass
     ) -> None:
-        if not self._is_watching:
+        if not self._is_watching or not self._is_dflash:
             return
         try:
             if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
@@ -81,11 +83,11 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
     def log_engine_initialized(self) -> None:
         """vLLM asks for it; there is nothing to say."""
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
+    def describe(self) -> Iterable[Metric]:
         """The names, which the registry cannot learn from a collection without drafts."""
-        return [*_new_gauges(), *live_gauges.families()]
+        return [*_new_gauges(), *live_gauges.families(), *capture_counters.families()]
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         if not self._is_watching:
             return []
         try:
@@ -96,7 +98,9 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
 
     def _start(self, vllm_config: Any) -> None:
         global _shown
-        target, drafter = vllm_config.model_config.model, vllm_config.speculative_config.model
+        target, speculation = vllm_config.model_config.model, vllm_config.speculative_config
+        drafter = None if speculation is None else speculation.model
+        self._is_dflash = _is_dflash(vllm_config)
         self._model_name = str(vllm_config.model_config.served_model_name)
         self._instance = vllm_config.instance_id
         self._below_break_even = BelowBreakEven.from_environment(
@@ -125,10 +129,10 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
         if warning is not None:
             logger.warning("%s", warning)
 
-    def _gauges(self) -> Iterable[GaugeMetricFamily]:
+    def _gauges(self) -> Iterable[Metric]:
         now = monotonic()
         length, rate = _new_gauges()
-        live = live_gauges.families()
+        live, captured = live_gauges.families(), capture_counters.families()
         with self._lock:
             for engine, window in self._windows.items():
                 labels = [self._model_name, str(engine)]
@@ -140,7 +144,8 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
             for engine in self._engines:
                 labels = [self._model_name, str(engine)]
                 live_gauges.fill(live, labels, numbers_file(self._instance, engine))
-        return [length, rate, *(gauge for gauge in live if gauge.samples)]
+                capture_counters.fill(captured, labels, small_file(CAPTURE, self._instance, engine))
+        return [length, rate, *(family for family in (*live, *captured) if family.samples)]
 
     def _give_up(self, error: Exception) -> None:
         self._is_watching = False
@@ -154,13 +159,14 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
 
 
 def _is_wanted(vllm_config: Any) -> bool:
+    if os.environ.get(SWITCH) == "0" or not is_supported(vllm.__version__):
+        return False
+    return _is_dflash(vllm_config) or CAPTURE in sections_of(vllm_config)
+
+
+def _is_dflash(vllm_config: Any) -> bool:
     speculative = vllm_config.speculative_config
-    return (
-        os.environ.get(SWITCH) != "0"
-        and is_supported(vllm.__version__)
-        and speculative is not None
-        and speculative.method == "dflash"
-    )
+    return speculative is not None and speculative.method == "dflash"
 
 
 def _new_gauges() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:

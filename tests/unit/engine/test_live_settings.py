@@ -7,10 +7,10 @@ import pytest
 
 from leadout.engine.live_settings import (
     LiveSettings,
-    LiveSettingsError,
     engine_settings,
     settings_of,
 )
+from leadout.engine.sections import SectionError
 
 
 def read(additional: object) -> LiveSettings:
@@ -34,5 +34,5 @@ def test_without_a_word_there_are_defaults() -> None:
     ("live", "field"), [({"copy_match": -1}, "copy_match"), ({"tuend": "x"}, "tuend")]
 )
 def test_unknown_settings_are_named(live: dict[str, object], field: str) -> None:
-    with pytest.raises(LiveSettingsError, match=rf"additional_config: leadout\.live\.{field}"):
+    with pytest.raises(SectionError, match=rf"additional_config: leadout\.live\.{field}"):
         read({"leadout": {"live": live}})

@@ -1,0 +1,129 @@
+"""What capturing every request costs: throughput with it, with a full disk, and without.
+
+One engine answers the same prompts again and again; whether its scheduler captures changes from
+turn to turn, so that nothing else differs. A full disk is a limit on the size of files that the
+process may write. A ratio is taken within one round:
+
+    python scripts/measure_capture.py TARGET DRAFTER PROMPTS --out results/learn/capture.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import track
+
+from leadout.bench.statistics import spread
+from leadout.captured import segments
+from leadout.engine.capture_settings import CaptureSettings
+from leadout.engine.sections import CAPTURE, SCHEDULER, with_section
+from leadout.provenance import Provenance
+from leadout.shards import read_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ARMS = ("none", "capture", "full disk")
+REQUESTS = 16  # at a time
+TOKENS = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = start(arguments.target, arguments.drafter, Path(folder))
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        capture = scheduler._capture
+        rates: list[dict[str, float]] = []
+        for number in track(range(arguments.rounds + 2), description="rounds"):
+            asked = [turns[(number * REQUESTS + place) % len(turns)] for place in range(REQUESTS)]
+            first = number % len(ARMS)
+            row = {}
+            for arm in (*ARMS[first:], *ARMS[:first]):
+                scheduler._capture = None if arm == "none" else capture
+                with no_room_on_disk(arm == "full disk"):
+                    row[arm] = tokens_per_second(llm, asked)
+                    time.sleep(0.1)  # the writer ends with its own turn
+            rates.append(row)
+        rates = rates[2:]  # the first two warm up
+        capture.close()
+        written = sum(1 for path in segments(Path(folder)) for _ in read_shard(path))
+        numbers = capture.numbers.model_dump()
+    result = {
+        "provenance": Provenance.of_this_run().model_dump(),
+        "unit": "output tokens per second, and their ratio to those without capture",
+        "requests_at_a_time": REQUESTS,
+        "tokens_each": TOKENS,
+        "ratio": {
+            arm: spread([row[arm] / row["none"] for row in rates]).model_dump() for arm in ARMS[1:]
+        },
+        "numbers": numbers,
+        "samples_on_disk": written,
+        "rounds": rates,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["ratio"], indent=1), numbers, written)
+
+
+def start(target: str, drafter: Path, folder: Path) -> Any:
+    from vllm import LLM
+
+    from leadout.checkpoints import read_checkpoint
+
+    settings = CaptureSettings(folder=folder)
+    count = read_checkpoint(drafter).config.max_draft_tokens
+    return LLM(
+        model=target,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=REQUESTS,
+        scheduler_cls=SCHEDULER,
+        additional_config=with_section({}, CAPTURE, settings),
+        speculative_config={
+            "method": "dflash",
+            "model": str(drafter),
+            "num_speculative_tokens": count,
+        },
+    )
+
+
+@contextmanager
+def no_room_on_disk(is_full: bool) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def tokens_per_second(llm: Any, asked: list[str]) -> float:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    started = time.perf_counter()
+    llm.generate(asked, params, use_tqdm=False)
+    return len(asked) * TOKENS / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The admin endpoints: who may ask, and that only a number can be asked for. No engine is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from leadout.checkpoints.registry import Registry
+from leadout.engine.admin import KEY, AdminPlugin
+from leadout.engine.serving_drafter import ServingDrafter
+from leadout.engine.swap import Swapper
+from support.models import tiny_llama
+from support.two_workers import TwoWorkers
+from support.version_registry import publish, with_nan
+
+RIGHT = {"Authorization": "Bearer a-long-key"}
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    tiny_llama().save_pretrained(tmp_path / "target")
+    registry = Registry(tmp_path / "registry")
+    for seed in (0, 1):
+        publish(registry, tmp_path / "target", tmp_path, seed=seed)
+    registry.point_to(1, "the start")
+    return registry
+
+
+@pytest.fixture
+def engine(registry: Registry, tmp_path: Path) -> TwoWorkers:
+    return TwoWorkers(registry, tmp_path / "target", 1)
+
+
+@pytest.fixture
+def client(
+    registry: Registry, engine: TwoWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> TestClient:
+    monkeypatch.setenv(KEY, "a-long-key")
+    app = FastAPI()
+    AdminPlugin().attach_router(app)
+    app.state.leadout_drafter = ServingDrafter(
+        registry,
+        registry.manifest(1),
+        Swapper(engine),
+        tmp_path / "numbers.json",
+        has_whole_blocks=True,
+    )
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer another-key"},
+        {"Authorization": "Bearer "},
+        {"Authorization": "a-long-key"},
+        {"Authorization": "Basic a-long-key"},
+        {"Authorization": "Bearer a-long-key2"},
+        {"Authorization": b"Bearer \xff\xfe"},
+    ],
+)
+def test_without_the_key_nothing_is_answered(
+    client: TestClient, engine: TwoWorkers, headers: dict[str, str]
+) -> None:
+    assert client.get("/leadout/drafter", headers=headers).status_code == 401
+    asked = client.post("/leadout/swap", headers=headers, json={"version": 2})
+    assert asked.status_code == 401
+    assert engine.calls == []
+
+
+def test_without_a_key_in_the_environment_there_are_no_routes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, "")
+    app = FastAPI()
+    AdminPlugin().attach_router(app)
+    client = TestClient(app)
+    assert client.get("/leadout/drafter", headers={"Authorization": "Bearer "}).status_code == 404
+
+
+def test_the_key_shows_and_swaps(client: TestClient, engine: TwoWorkers) -> None:
+    before = client.get("/leadout/drafter", headers=RIGHT).json()
+    assert (before["version"], before["watch"]) == (1, "off")
+    after = client.post("/leadout/swap", headers=RIGHT, json={"version": 2})
+    assert after.status_code == 200
+    assert after.json()["version"] == 2
+    assert after.json()["fingerprint"] != before["fingerprint"]
+    assert engine.loaded == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"version": "2"}',
+        b'{"version": "../2"}',
+        b'{"version": 2.0}',
+        b'{"version": true}',
+        b'{"version": 0}',
+        b'{"version": -1}',
+        b'{"version": 1000000000}',
+        b'{"version": 2, "path": "/etc"}',
+        b'{"version": 2, "folder": "elsewhere"}',
+        b'{"version": {"__class__": "os.system"}}',
+    ],
+)
+def test_anything_but_one_whole_number_is_refused(
+    client: TestClient, engine: TwoWorkers, body: bytes
+) -> None:
+    asked = client.post("/leadout/swap", headers=RIGHT, content=body)
+    assert asked.status_code == 422
+    assert 'wanted {"version": NUMBER}' in asked.json()["error"]
+    assert engine.calls == []
+
+
+def test_a_long_body_is_not_read(client: TestClient) -> None:
+    asked = client.post("/leadout/swap", headers=RIGHT, content=b" " * 2000)
+    assert asked.status_code == 413
+
+
+def test_a_version_that_may_not_be_served_is_refused_by_name(
+    client: TestClient, engine: TwoWorkers, registry: Registry, tmp_path: Path
+) -> None:
+    publish(registry, tmp_path / "target", tmp_path, seed=2, spoil=with_nan)
+    registry.mark(2, "slow")
+    for version, words in {9: "wanted one of", 2: "marked: slow", 3: "NaN"}.items():
+        asked = client.post("/leadout/swap", headers=RIGHT, json={"version": version})
+        assert asked.status_code == 409
+        assert words in asked.json()["error"]
+    assert engine.loaded == [1, 1]
+
+
+def test_a_server_without_a_registry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "a-long-key")
+    app = FastAPI()
+    AdminPlugin().attach_router(app)
+    assert not hasattr(app.state, "leadout_drafter")
+    app.state.nothing = SimpleNamespace()
+    asked = TestClient(app).get("/leadout/drafter", headers=RIGHT)
+    assert (asked.status_code, asked.json()["error"]) == (404, "this server follows no registry")

@@ -1,0 +1,65 @@
+"""`leadout learn` with the real engine: two processes that learn, and the proof of the gate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leadout.checkpoints.ledger import read_ledger
+from leadout.checkpoints.registry import Registry
+from leadout.learn.evidence import prove_lossless
+from support.learn_world import NEW, World, make_world, requests, start, write_capture
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def test_two_processes_learn_and_vllm_proves_the_candidate(world: World, tmp_path: Path) -> None:
+    registry = start(world, tmp_path / "registry")
+    capture = write_capture(tmp_path / "capture", world.target, requests(NEW, 150))
+    words = ["learn", world.target, "--registry", registry.folder, "--traffic", capture]
+    words += ["--replay", world.data.folder, "--minutes", 0.2, "--least-requests", 20]
+    words += ["--learning-rate", 1e-2, "--json"]
+    ended = subprocess.run(
+        [*TORCHRUN, "-m", "leadout", *map(str, words)], capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    result: Any = json.loads(ended.stdout)  # one result, of the leading rank
+    assert result["evidence"]["lossless"]["equal_texts"] == 16
+    assert result["promoted"], result["decision"]["reasons"]
+    assert result["adaptation"]["minutes"] < 1  # far from it: other work may share the cores
+    pointer = Registry(registry.folder).serving()
+    assert pointer is not None
+    assert pointer.version == 2
+    assert read_ledger(registry.folder)[-1].evidence["lossless"] is True
+
+
+def test_an_answer_that_changes_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter cannot change answers, so here the engine's answers are changed."""
+    from leadout.learn import evidence
+
+    real = evidence.run_session_apart
+
+    def tampered(request: Any) -> Any:
+        result = real(request)
+        if request.drafter is not None:
+            answers = [list(each) for each in result.runs[0].answers]
+            answers[1][5] = (answers[1][5] + 1) % 250
+            run = result.runs[0].model_copy(update={"answers": answers})
+            return result.model_copy(update={"runs": [run]})
+        return result
+
+    monkeypatch.setattr(evidence, "run_session_apart", tampered)
+    found = prove_lossless(world.target, world.drafter, requests(NEW, 4))
+    assert (found.texts, found.equal_texts) == (4, 3)
+    assert found.divergences[0].position == 5
+    assert found.divergences[0].logit_gap > 0

@@ -1,0 +1,165 @@
+"""`leadout serve --registry --capture`: the flags and environment, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from leadout.captured import INFO, CaptureInfo
+from leadout.checkpoints import CheckpointError
+from leadout.checkpoints.registry import Registry
+from leadout.cli.app import app
+from leadout.engine import serve_flags
+from leadout.engine.capture_settings import CaptureSettings
+from leadout.engine.pair import UnfitPairError
+from leadout.engine.sections import SCHEDULER, WORKER_EXTENSION
+from leadout.engine.serve import Plan, Request, make_plan
+from leadout.engine.serve_flags import (
+    PLUGINS,
+    Parts,
+    RegistrySettings,
+    endpoints_let_in,
+    environment_for,
+)
+from support.models import tiny_llama
+from support.version_registry import publish
+
+FLAGS = ("--max-model-len", "128", "--max-num-seqs", "8")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def registry(target: Path, tmp_path: Path) -> Registry:
+    registry = Registry(tmp_path / "registry")
+    for seed in (0, 1):
+        publish(registry, target, tmp_path, seed=seed)
+    registry.point_to(2, "the start")
+    return registry
+
+
+def plan_of(target: Path, *flags: str, **settings: Any) -> Plan:
+    return make_plan(Request(str(target), None, "refuse", (*FLAGS, *flags), **settings))
+
+
+def value_of(plan: Plan, flag: str) -> Any:
+    return json.loads(plan.command[plan.command.index(flag) + 1])
+
+
+def test_the_pointers_version_is_served_and_followed(registry: Registry, target: Path) -> None:
+    plan = plan_of(target, "--additional-config", '{"other": 1}', registry=registry.folder)
+    assert value_of(plan, "--speculative-config")["model"] == str(registry.path(2))
+    additional = [
+        json.loads(value)
+        for flag, value in zip(plan.command, plan.command[1:], strict=False)
+        if flag == "--additional-config"
+    ][-1]
+    assert additional == {
+        "other": 1,
+        "leadout": {"registry": {"folder": str(registry.folder.resolve())}},
+    }
+    assert SCHEDULER in plan.command
+    assert WORKER_EXTENSION in plan.command
+    assert "leadout" in plan.environment[PLUGINS].split(",")
+
+
+def test_capture_alone_needs_no_drafter_and_no_plugin_names(target: Path, tmp_path: Path) -> None:
+    plan = plan_of(target, capture=CaptureSettings(folder=tmp_path, rate=0.5))
+    assert value_of(plan, "--additional-config") == {
+        "leadout": {"capture": {"folder": str(tmp_path), "rate": 0.5}}
+    }
+    assert "--speculative-config" not in plan.command
+    assert WORKER_EXTENSION not in plan.command
+    assert plan.environment == {}
+    assert any("token ids of 50% of the requests" in note for note in plan.notes)
+
+
+def test_what_does_not_go_together_is_refused(
+    registry: Registry, target: Path, tmp_path: Path
+) -> None:
+    ours = {"registry": registry.folder}
+    with pytest.raises(UnfitPairError, match="--registry: found the drafter x as well"):
+        make_plan(Request(str(target), "x", "refuse", FLAGS, registry=registry.folder))
+    with pytest.raises(UnfitPairError, match="--registry: found data_parallel_size 2, wanted 1"):
+        plan_of(target, "--data-parallel-size", "2", **ours)
+    with pytest.raises(UnfitPairError, match=r"--registry: found --worker-extension-cls a\.b"):
+        plan_of(target, "--worker-extension-cls", "a.b", **ours)
+    with pytest.raises(UnfitPairError, match=r"--registry: found --scheduler-cls a\.b as well"):
+        plan_of(target, "--scheduler-cls", "a.b", **ours)
+    with pytest.raises(UnfitPairError, match="--registry: found api_server_count 2, wanted 1"):
+        plan_of(target, "--api-server-count", "2", **ours)
+    ngram = '{"method": "ngram", "num_speculative_tokens": 2}'
+    with pytest.raises(UnfitPairError, match="--registry: found speculation by ngram"):
+        plan_of(target, "--speculative-config", ngram, **ours)
+    redactor = '{"leadout": {"capture": {"redactor": "os:system"}}}'
+    with pytest.raises(UnfitPairError, match="found 'os:system', wanted one of"):
+        plan_of(
+            target, "--additional-config", redactor, capture=CaptureSettings(folder=tmp_path / "c")
+        )
+
+
+def test_another_targets_registry_or_traffic_is_refused(
+    registry: Registry, target: Path, tmp_path: Path
+) -> None:
+    publish(registry, target, tmp_path, seed=2, other_target=True)
+    registry.point_to(3, "of another target")
+    with pytest.raises(CheckpointError, match="target_fingerprint: found 000000000000"):
+        plan_of(target, registry=registry.folder)
+    other = CaptureInfo(target="other", target_fingerprint="ab")
+    (tmp_path / INFO).write_text(other.model_dump_json())
+    with pytest.raises(UnfitPairError, match="found traffic of other"):
+        plan_of(target, capture=CaptureSettings(folder=tmp_path))
+
+
+def test_a_broken_version_can_be_answered_with_a_bare_server(
+    registry: Registry, target: Path
+) -> None:
+    (registry.path(2) / "model.safetensors").write_bytes(b"half")
+    plan = make_plan(Request(str(target), None, "bare", FLAGS, registry=registry.folder))
+    assert "--speculative-config" not in plan.command
+    assert plan.environment == {}
+    assert any("serving WITHOUT speculation" in note for note in plan.notes)
+
+
+def test_no_plugin_of_others_gets_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {
+        "vllm.general_plugins": ["leadout", "theirs"],
+        "vllm.platform_plugins": ["a-platform"],
+        "vllm.endpoint_plugins": ["leadout", "theirs", "closed"],
+    }
+
+    def found(group: str) -> list[EntryPoint]:
+        return [EntryPoint(name, "x:y", group) for name in installed.get(group, [])]
+
+    monkeypatch.setattr(serve_flags, "entry_points", found)
+    monkeypatch.delenv(PLUGINS, raising=False)
+    parts = Parts(registry=RegistrySettings(folder=Path("r")))
+    made = environment_for(parts, {})
+    assert made == {PLUGINS: "a-platform,leadout,theirs"}
+    assert endpoints_let_in(made) == ["theirs"]
+    assert environment_for(parts, {PLUGINS: "theirs"}) == {PLUGINS: "theirs,leadout"}
+    assert environment_for(parts, {PLUGINS: ""}) == {PLUGINS: "leadout"}
+    assert environment_for(Parts(), {}) == {}
+
+
+def test_the_printed_plan_can_be_run_as_it_is(
+    registry: Registry, target: Path, tmp_path: Path
+) -> None:
+    words = ["serve", str(target), "--registry", str(registry.folder), "--plan", *FLAGS]
+    words += ["--capture", str(tmp_path / "traffic"), "--capture-rate", "0.25"]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout.startswith("VLLM_PLUGINS=")
+    assert '"rate": 0.25' in ran.stdout
+    refused = CliRunner().invoke(app, [*words[:-1], "1.5"])
+    assert refused.exit_code == 2

@@ -1,0 +1,175 @@
+"""The quickstart's commands run as the page shows them, on the real model, with less to measure."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from leadout.bench.result import BenchResult
+from leadout.engine.server import free_port
+from support.models import ROOT
+
+PAGE = ROOT / "docs" / "quickstart.md"
+# Not run here: the environment of these tests is made by the same commands (.ci/environment), and
+# the model is made once for all tests, by the same script.
+DONE_BEFORE = ("python3 -m venv", "pip install", "python examples/make_smollm2.py")
+# What takes minutes is given less to do: words of a command, and what stands in their place.
+SHORTENED = {
+    "leadout check": ("--report", "--prompts few.jsonl --report"),
+    # What it wrote for the page is committed, and used by the commands after it.
+    "leadout tune": ("--max-batch 4", "--max-batch 4 --plan"),
+    "leadout bench": (
+        "--concurrency 1 --concurrency 4 --rounds 3 --waves 1 --output-tokens 32",
+        "--concurrency 1 --rounds 1 --waves 1 --output-tokens 8",
+    ),
+}
+# Of what the page shows, the words that must also come out here.
+STABLE = {
+    "leadout env": ["Leadout environment", "model runner", "accelerators", "Commands", "yes"],
+    "leadout inspect": [],  # compared as a whole
+    "leadout check": ["Acceptance length: tokens for each step of the target", "Parity:"],
+    "leadout tune": [],
+    "leadout bench": [],  # its files are looked at below
+    "leadout serve --plan": ["--speculative-config"],
+    "leadout serve": [],
+    "until curl": [],
+    "curl -s localhost:PORT/v1": ['"content"', "def ", '"completion_tokens"'],
+    "curl -s localhost:PORT/metrics": ["leadout:acceptance_length{", 'model_name="smollm2"'],
+    "kill": [],
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the page and what stands under it."""
+
+    command: str
+    shown: str
+
+    @property
+    def name(self) -> str:
+        if "--plan" in self.command:  # of serve: the page shows no other
+            return "leadout serve --plan"
+        plain = self.command.replace("8000", "PORT")
+        return next(name for name in STABLE if plain.startswith(name))
+
+
+def steps_of(page: str) -> list[Step]:
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            lines = part.splitlines()
+            # A command goes on while a line ends with a backslash or a quote is open.
+            end = 1
+            while lines[end - 1].endswith("\\") or "\n".join(lines[:end]).count("'") % 2:
+                end += 1
+            found.append(Step("\n".join(lines[:end]), "\n".join(lines[end:])))
+    return found
+
+
+def as_run_here(step: Step, port: int) -> str:
+    command = step.command
+    for name, (words, instead) in SHORTENED.items():
+        if command.startswith(name) and "--plan" not in command:
+            plain = re.sub(r"\\\n\s*", "", command)
+            assert words in plain, f"the page says something else than the table: {plain}"
+            command = plain.replace(words, instead)
+    return command.replace("8000", str(port))
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    printed: dict[str, str]
+    exit_codes: dict[str, int]
+
+
+STEPS = [s for s in steps_of(PAGE.read_text()) if not s.command.startswith(DONE_BEFORE)]
+
+
+@pytest.fixture(scope="module")
+def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All commands in one shell, one after the other, as a reader types them."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    (folder / "drafters").symlink_to(ROOT / "drafters")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "smollm2").symlink_to(smollm2)
+    (folder / "tuned.json").symlink_to(ROOT / "results" / "quickstart" / "tuned.json")
+    prompts = (ROOT / "examples" / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "few.jsonl").write_text("".join(prompts[:4]))
+    port = free_port()
+    script = ["set -m"]  # jobs, as in a terminal: the last command ends one
+    for number, step in enumerate(STEPS):
+        printed = f"> printed-{number} 2> errors-{number}"
+        command = as_run_here(step, port)
+        script.append(f"echo {step.name}: $SECONDS >> seconds")
+        # A job in the background must belong to the shell itself, not to a group of commands.
+        script.append(command if command.endswith("&") else f"{{ {command}\n}} {printed}")
+        script.append(f"echo $? > code-{number}")
+    (folder / "script.sh").write_text("\n".join(script) + "\n")
+    guards_end, lifeline = os.pipe()
+    guard = [sys.executable, "-m", "leadout.engine.guard", str(guards_end), "--"]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # readers have not set it
+    shell = subprocess.Popen(
+        [*guard, "bash", "script.sh"], cwd=folder, env=environment, pass_fds=(guards_end,)
+    )
+    os.close(guards_end)
+    try:
+        shell.wait(timeout=540)
+    finally:  # the guard then ends whatever is left
+        os.close(lifeline)
+        shell.wait(timeout=60)
+    read = {
+        step.name: (
+            (folder / f"printed-{number}").read_text()
+            if (folder / f"printed-{number}").exists()
+            else ""
+        )
+        for number, step in enumerate(STEPS)
+    }
+    codes = {
+        step.name: int((folder / f"code-{number}").read_text()) for number, step in enumerate(STEPS)
+    }
+    return Run(folder, read, codes)
+
+
+def errors(run: Run, step: Step) -> str:
+    path = run.folder / f"errors-{STEPS.index(step)}"
+    log = run.folder / "server.log"
+    return (path if path.exists() else log).read_text()[-3000:]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_the_command_does_what_the_page_shows(run: Run, step: Step) -> None:
+    assert run.exit_codes[step.name] == 0, errors(run, step)
+    for words in STABLE[step.name]:
+        assert words in step.shown, "the page does not show what is compared"
+        assert words in run.printed[step.name], run.printed[step.name] + errors(run, step)
+
+
+def test_an_output_without_measured_numbers_is_shown_to_the_letter(run: Run) -> None:
+    (step,) = [step for step in STEPS if step.name == "leadout inspect"]
+    printed = [line.rstrip() for line in run.printed[step.name].splitlines()]
+    assert "\n".join(printed).rstrip() == step.shown.rstrip()
+
+
+def test_the_files_that_the_page_names_are_there(run: Run) -> None:
+    assert "<html" in (run.folder / "check.html").read_text()
+    bench = BenchResult.model_validate_json((run.folder / "bench" / "results.json").read_text())
+    assert bench.arms == ["bare", "fixed", "tuned"]
+
+
+def test_the_page_is_read_as_a_reader_reads_it() -> None:
+    page = "```console\n$ one \\\n    more\nshown\n$ two '{\n  }' | three\n```\n"
+    assert steps_of(page) == [Step("one \\\n    more", "shown"), Step("two '{\n  }' | three", "")]

@@ -1,0 +1,93 @@
+"""On CPUs vLLM 0.32 samples wrongly where it verifies drafts; with our scheduler it does not."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leadout.checkpoints import write_checkpoint
+from leadout.engine.scheduler import SoundDrafts
+from leadout.engine.sections import SCHEDULER
+from support.drafters import TINY_DRAFTER, random_drafter
+from support.models import tiny_llama
+
+CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
+PROMPTS = [[7, 8, 9, 10, 11] * 4, [40, 41, 42, 43] * 5, [3, 5, 7], list(range(60, 90))]
+
+
+def test_vllm_does_not_spread_temperatures_over_the_tokens_of_a_step() -> None:
+    """When this fails, vLLM has mended it: `sound_drafts` can go for that version."""
+    from vllm.platforms import current_platform
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    current_platform.import_kernels()
+    ends = torch.tensor([2, 5, 6], dtype=torch.int32)
+    temperatures = torch.full((6,), -5.0)
+    _expand_kernel_impl(temperatures, torch.tensor([0.7, 1.0, 0.3]), ends, 0, 1)
+    assert torch.equal(temperatures, torch.full((6,), -5.0))  # untouched
+    whole_numbers = torch.zeros(6, dtype=torch.int64)
+    _expand_kernel_impl(whole_numbers, torch.tensor([7, 8, 9]), ends, 0, 1)
+    assert whole_numbers.tolist() == [7, 7, 8, 8, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_llama().save_pretrained(folder / "target")
+    write_checkpoint(folder / "drafter", random_drafter(CONFIG).state_dict(), CONFIG, "zlab")
+    return folder / "target", folder / "drafter"
+
+
+def answers(llm: Any, temperatures: list[float]) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    asks = [
+        SamplingParams(
+            temperature=temperature,
+            seed=number if temperature else None,
+            max_tokens=24,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for number, temperature in enumerate(temperatures)
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], asks, use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def drafts_verified(llm: Any) -> int:
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_draft_tokens":
+            return int(metric.value)
+    return 0
+
+
+def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
+    pair: tuple[Path, Path], run_engine: Any
+) -> None:
+    mixed, greedy = [0.0, 0.9, 0.0, 0.7], [0.0] * 4
+    sizes = {"max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    with run_engine(pair[0], **sizes) as llm:
+        bare = [answers(llm, mixed), answers(llm, greedy)]
+    speculation = {
+        "method": "dflash",
+        "model": str(pair[1]),
+        "num_speculative_tokens": CONFIG.max_draft_tokens,
+    }
+    with run_engine(
+        pair[0],
+        speculative_config=speculation,
+        scheduler_cls=SCHEDULER,
+        disable_log_stats=False,
+        **sizes,
+    ) as llm:
+        assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, SoundDrafts)
+        assert answers(llm, mixed) == bare[0]
+        after_mixed = drafts_verified(llm)
+        assert after_mixed == 0
+        assert answers(llm, greedy) == bare[1]
+        assert drafts_verified(llm) > after_mixed

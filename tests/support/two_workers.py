@@ -1,0 +1,70 @@
+"""Stands for vLLM's client of an engine with two workers, each of which can fail on demand.
+
+A worker reads versions as the real one does and only notes which it has loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from leadout.checkpoints.registry import Registry
+from leadout.engine.staged import Staged, read_version
+from support.version_registry import CONFIG
+
+
+class Worker:
+    def __init__(self, registry: Registry, target: Path, version: int) -> None:
+        self.loaded: int | None = version
+        self.fails_at: set[str] = set()
+        self._registry, self._target = registry, target
+        self._new: Staged | None = None
+        self._old: Staged | None = None
+        self._error: str | None = None
+
+    def leadout_begin(self, version: int, serving: int) -> None:
+        self._error = None
+        try:
+            self._new = read_version(self._registry, version, CONFIG, self._target)
+            self._old = read_version(self._registry, serving, CONFIG, self._target)
+        except Exception as error:
+            self._error = str(error)
+
+    def leadout_state(self) -> dict[str, Any]:
+        digest = None if self._new is None else self._new.digest
+        if "digest" in self.fails_at:
+            digest = "other"
+        return {"done": True, "error": self._error, "digest": digest}
+
+    def leadout_commit(self, version: int) -> dict[str, Any]:
+        return self._load("commit", self._new)
+
+    def leadout_undo(self) -> dict[str, Any]:
+        return self._load("undo", self._old)
+
+    def leadout_end(self) -> None:
+        self._new = self._old = None
+
+    def _load(self, name: str, staged: Staged | None) -> dict[str, Any]:
+        assert staged is not None
+        failed = name in self.fails_at
+        self.loaded = None if failed else staged.version
+        return {"error": f"{name} failed" if failed else None, "seconds": 0.01}
+
+
+class TwoWorkers:
+    def __init__(self, registry: Registry, target: Path, version: int) -> None:
+        self.workers = [Worker(registry, target, version) for _ in range(2)]
+        self.calls: list[str] = []
+
+    @property
+    def loaded(self) -> list[int | None]:
+        return [worker.loaded for worker in self.workers]
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(method)
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset_prefix_cache")
+        return False

@@ -1,0 +1,220 @@
+"""A server's drafter: swapped on all workers or none, held to its promise, and led by the pointer.
+
+The workers are stand-ins that can fail on demand; real ones are in the engine tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leadout.checkpoints.ledger import read_ledger
+from leadout.checkpoints.registry import POINTER, Registry
+from leadout.control.promise import Tally
+from leadout.engine.follow import Follower
+from leadout.engine.newcomers import ServedNumbers
+from leadout.engine.serving_drafter import ServingDrafter
+from leadout.engine.small_files import write_small
+from leadout.engine.swap import SwapFailedError, Swapper, SwapRefusedError
+from support.models import tiny_llama
+from support.two_workers import TwoWorkers
+from support.version_registry import publish, with_nan
+
+PROMISED = 3.0
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+class Replica:
+    """One server of a registry, without its engine."""
+
+    def __init__(self, registry: Registry, target: Path, numbers: Path, version: int = 1) -> None:
+        self.engine = TwoWorkers(registry, target, version)
+        self.numbers = numbers
+        self.drafter = ServingDrafter(
+            registry,
+            registry.manifest(version),
+            Swapper(self.engine),
+            numbers,
+            has_whole_blocks=True,
+        )
+        self.follower = Follower(registry, self.drafter)
+
+    def serve(self, requests: int, acceptance_length: int) -> None:
+        """As if so many requests had come since the last swap and ended, all alike."""
+        tally = Tally()
+        for _ in range(requests):
+            tally = tally.with_request(10, 10 * acceptance_length)
+        write_small(ServedNumbers(since=time.time(), tally=tally), self.numbers)
+
+    def look(self) -> None:
+        asyncio.run(self.follower.look())
+
+
+@pytest.fixture
+def registry(target: Path, tmp_path: Path) -> Registry:
+    """Version 2 was made from 1 and promises more than 1 accepts; 1 is to be served."""
+    registry = Registry(tmp_path / "registry")
+    publish(registry, target, tmp_path, seed=0)
+    publish(registry, target, tmp_path, seed=1, parent=1, promised=PROMISED)
+    registry.point_to(1, "the start")
+    return registry
+
+
+@pytest.fixture
+def replica(registry: Registry, target: Path, tmp_path: Path) -> Replica:
+    return Replica(registry, target, tmp_path / "numbers.json")
+
+
+def events(registry: Registry) -> list[tuple[str, int | None]]:
+    return [(entry.event, entry.version) for entry in read_ledger(registry.folder)]
+
+
+def test_the_pointer_leads(registry: Registry, replica: Replica) -> None:
+    replica.look()
+    assert replica.engine.calls == []
+    registry.point_to(2, "better")
+    replica.look()
+    assert replica.engine.loaded == [2, 2]
+    assert replica.engine.calls[-2:] == ["leadout_end", "reset_prefix_cache"]
+    assert events(registry) == [("swapped", 2)]
+    (entry,) = read_ledger(registry.folder)
+    assert entry.why == "better"
+    assert entry.evidence["from"] == 1
+    assert entry.evidence["workers"] == 2
+
+
+def test_a_version_set_by_hand_stays_until_the_pointer_changes(
+    registry: Registry, replica: Replica
+) -> None:
+    replica.look()
+    asyncio.run(replica.drafter.change_to(2, "asked for by hand"))
+    replica.look()
+    assert replica.engine.loaded == [2, 2]
+    registry.point_to(1, "back")
+    replica.look()
+    assert replica.engine.loaded == [1, 1]
+
+
+def test_one_worker_that_fails_brings_all_back(registry: Registry, replica: Replica) -> None:
+    replica.engine.workers[1].fails_at = {"commit"}
+    with pytest.raises(SwapRefusedError, match="version 2 could not be loaded: commit failed"):
+        asyncio.run(replica.drafter.change_to(2, ""))
+    assert replica.engine.loaded == [1, 1]
+    assert replica.drafter.version == 1
+    assert events(registry) == [("refused", 2)]
+
+
+def test_different_files_on_two_workers_are_refused(replica: Replica) -> None:
+    replica.engine.workers[1].fails_at = {"digest"}
+    with pytest.raises(SwapRefusedError, match="different files"):
+        asyncio.run(replica.drafter.change_to(2, ""))
+    assert "leadout_commit" not in replica.engine.calls
+
+
+def test_a_way_back_that_fails_is_said_aloud(registry: Registry, replica: Replica) -> None:
+    replica.engine.workers[1].fails_at = {"commit", "undo"}
+    with pytest.raises(SwapFailedError, match="could not be put back"):
+        asyncio.run(replica.drafter.change_to(2, ""))
+    assert events(registry) == [("refused", 2)]
+
+
+def test_a_refused_version_is_not_tried_twice(
+    registry: Registry, replica: Replica, target: Path, tmp_path: Path
+) -> None:
+    publish(registry, target, tmp_path, seed=2, parent=1, spoil=with_nan)
+    registry.point_to(3, "broken")
+    for reason in ("broken", "broken", "broken, again"):
+        registry.point_to(3, reason)
+        replica.look()
+    assert events(registry) == [("refused", 3)]
+    assert replica.engine.calls.count("leadout_begin") == 1
+    assert replica.engine.loaded == [1, 1]
+    registry.point_to(2, "better")
+    replica.look()
+    assert replica.engine.loaded == [2, 2]
+
+
+def test_a_marked_version_is_refused(registry: Registry, replica: Replica) -> None:
+    registry.mark(2, "slow")
+    with pytest.raises(SwapRefusedError, match="version 2 is marked: slow"):
+        asyncio.run(replica.drafter.change_to(2, ""))
+
+
+def test_a_shortfall_rolls_all_replicas_back(
+    registry: Registry, replica: Replica, target: Path, tmp_path: Path
+) -> None:
+    other = Replica(registry, target, tmp_path / "other.json")
+    registry.point_to(2, "better")
+    for one in (replica, other):
+        one.look()
+        assert one.engine.loaded == [2, 2]
+    replica.serve(requests=40, acceptance_length=2)
+    replica.look()  # finds it short and turns the pointer
+    for one in (replica, other):
+        one.look()
+        assert one.engine.loaded == [1, 1]
+        one.serve(requests=40, acceptance_length=1)
+        one.look()  # the way back is not watched
+        assert one.engine.loaded == [1, 1]
+    mark = registry.mark_of(2)
+    assert mark is not None
+    assert "over 40 requests, wanted 2.70 by its promise" in mark.reason
+    assert events(registry).count(("rolled_back", 2)) == 1
+
+
+def test_a_version_set_by_hand_that_falls_short_makes_way(
+    registry: Registry, replica: Replica
+) -> None:
+    replica.look()
+    asyncio.run(replica.drafter.change_to(2, "asked for by hand"))
+    replica.serve(requests=40, acceptance_length=2)
+    for _ in range(2):
+        replica.look()
+    assert replica.engine.loaded == [1, 1]
+    assert registry.mark_of(2) is not None
+
+
+def test_a_kept_promise_changes_nothing(registry: Registry, replica: Replica) -> None:
+    registry.point_to(2, "better")
+    replica.look()
+    replica.serve(requests=5000, acceptance_length=3)
+    replica.look()
+    report = asyncio.run(replica.drafter.report())
+    assert (report.version, report.watch, report.promised_low) == (2, "kept", PROMISED)
+    assert (report.requests, report.acceptance_length) == (5000, 3.0)
+    assert registry.mark_of(2) is None
+
+
+def test_requests_from_before_a_swap_do_not_count(registry: Registry, replica: Replica) -> None:
+    replica.serve(requests=40, acceptance_length=1)
+    registry.point_to(2, "better")
+    replica.look()
+    replica.look()
+    assert replica.engine.loaded == [2, 2]
+    assert asyncio.run(replica.drafter.report()).requests == 0
+
+
+def test_storage_that_is_away_costs_a_line_and_no_swap(
+    registry: Registry, replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    (registry.folder / POINTER).write_text("{")
+
+    async def follow_for(seconds: float) -> None:
+        task: asyncio.Task[Any] = asyncio.create_task(replica.follower.follow())
+        await asyncio.sleep(seconds)
+        task.cancel()
+
+    asyncio.run(follow_for(0.3))
+    assert replica.engine.loaded == [1, 1]
+    assert "could not look after the drafter" in caplog.text
+    assert events(registry) == [("started", 1)]
