@@ -2,7 +2,7 @@
 
 import typer
 
-from leadout.cli import bench, check, convert, data, env, inspect, serve, train, tune
+from leadout.cli import bench, check, convert, data, env, inspect, learn, serve, train, tune
 from leadout.version import __version__
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("data")(data.data)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("train", cls=train.TrainCommand)(train.train)
+app.command("learn", cls=learn.LearnCommand)(learn.learn)
 app.command("env")(env.env)
 
 

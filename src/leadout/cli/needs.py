@@ -16,6 +16,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "data": (ENGINE,),
     "env": (),
     "inspect": (),
+    "learn": (ENGINE,),  # not with --status
     "serve": (ENGINE,),
     "train": (ENGINE,),
     "tune": (ENGINE,),

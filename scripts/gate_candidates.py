@@ -1,0 +1,95 @@
+"""Eight prepared candidates before the gate: which pass, and why the others do not.
+
+    python scripts/gate_candidates.py --out results/learn/gate.json
+
+On a tiny target whose drafter learns in seconds; some minutes, as vLLM starts twice for every
+candidate that the files do not forbid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from leadout.check.request import Silence  # noqa: E402
+from leadout.learn.config import LearnConfig  # noqa: E402
+from leadout.learn.evidence import Trial, gather, prove_lossless  # noqa: E402
+from leadout.learn.gate import Margins, compare, decide  # noqa: E402
+from leadout.learn.judge import judge  # noqa: E402
+from leadout.provenance import Provenance  # noqa: E402
+from support.gate_candidates import (  # noqa: E402
+    CANDIDATES,
+    Candidate,
+    base_of,
+    newest_requests,
+    overfitted_part,
+)
+from support.learn_world import ALONE, SETTINGS_OF_FIRST, World, make_world  # noqa: E402
+
+MARGINS = Margins(gain=LearnConfig().gain, base_loss=LearnConfig().base_loss)
+LENGTH = SETTINGS_OF_FIRST.max_length
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        world = make_world(work / "world")
+        rows = [
+            row(candidate, world, work / str(number))
+            for number, candidate in enumerate(track(CANDIDATES, description="candidates"))
+        ]
+    result = {
+        "provenance": Provenance.of_this_run().model_dump(),
+        "margins": MARGINS.model_dump(),
+        "right_decisions": sum(row["passed"] == row["deserves_to_pass"] for row in rows),
+        "candidates": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    for each in rows:
+        print(f"{each['name']:32} {'passes' if each['passed'] else '; '.join(each['reasons'])}")
+
+
+def row(candidate: Candidate, world: World, folder: Path) -> dict[str, Any]:
+    drafter = candidate.make(world, folder)
+    trial = Trial(
+        target=world.target,
+        serving=world.drafter,
+        candidate=drafter,
+        held_out=newest_requests(),
+        base=base_of(world),
+        max_length=LENGTH,
+        device=ALONE.device,
+    )
+    evidence = gather(trial, prove_lossless, Silence())
+    decision = decide(evidence, MARGINS)
+    found: dict[str, Any] = {
+        "name": candidate.name,
+        "deserves_to_pass": not candidate.blamed,
+        "passed": decision.passed,
+        "reasons": [reason.replace(str(world.target), "the target") for reason in decision.reasons],
+        "traffic": evidence.traffic and evidence.traffic.model_dump(),
+        "base": evidence.base and evidence.base.model_dump(),
+        "equal_answers": evidence.lossless and evidence.lossless.equal_texts,
+    }
+    if candidate.name.startswith("overfitted"):
+        drafters = [world.drafter, drafter]
+        before, after = judge(world.target, drafters, overfitted_part(), LENGTH, ALONE.device)
+        found["on_its_training_part"] = compare(before, after).model_dump()
+    return found
+
+
+if __name__ == "__main__":
+    main()

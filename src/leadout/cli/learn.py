@@ -1,0 +1,119 @@
+"""`leadout learn`: one cycle of adapting a drafter to its traffic, or what came of earlier ones.
+
+Every field of the learn config is a flag; they are added to the command's own below.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leadout.cli.fields import CommandWithFields, settings_of
+
+
+class LearnCommand(CommandWithFields):
+    model = "leadout.learn.config:LearnConfig"
+
+
+def learn(
+    context: typer.Context,
+    registry: Annotated[Path, typer.Option(help="Folder of the drafter's versions.")],
+    target: Annotated[
+        str | None, typer.Argument(help="Folder or hub name of the target; not for --status.")
+    ] = None,
+    traffic: Annotated[
+        Path | None, typer.Option(help="Folder that `leadout serve --capture` writes.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Folder of `leadout data`: the drafter's original text.")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Begin a registry with this drafter; nothing is trained.")
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Folder to work in; unset: `work` in the registry's folder."),
+    ] = None,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show versions and decisions; train nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Adapt the serving drafter to captured traffic, and publish it if it is surely better.
+
+    Servers with --registry swap it in by themselves. For several processes, start it with
+    torchrun: torchrun --nproc-per-node 8 -m leadout learn ...
+    """
+    if status:
+        _show_status(registry, as_json)
+        return
+    from leadout.cli import needs
+
+    needs.require("learn")
+
+    from leadout.bars import StageBars
+    from leadout.checkpoints import CheckpointError
+    from leadout.dflash.target import UnsupportedTargetError
+    from leadout.engine.apart import DecodeError
+    from leadout.engine.folders import ModelNotFoundError
+    from leadout.learn.config import LearnConfig, LearnError
+    from leadout.learn.cycle import learn as carry_out
+    from leadout.learn.promote import start_registry
+    from leadout.learn.request import LearnRequest
+    from leadout.learn.show import print_result
+    from leadout.shards import ShardError
+    from leadout.train.borrowed import MissingTensorError
+    from leadout.train.config import InvalidTrainConfigError
+
+    try:
+        if target is None:
+            raise LearnError("TARGET: found nothing, wanted the target that is served; name it")
+        if start is not None:
+            begun = start_registry(target, registry, start)
+            typer.echo(begun.model_dump_json(indent=2) if as_json else begun.text())
+            return
+        config = LearnConfig.of_flags(settings_of(context))
+        if traffic is None or replay is None:
+            missing = "--traffic" if traffic is None else "--replay"
+            raise LearnError(
+                f"{missing}: found nothing, wanted a folder; see `leadout learn --help`"
+            )
+        place = work or registry / "work"
+        request = LearnRequest(target, registry, traffic, replay, place, config)
+        result = carry_out(request, lambda: StageBars("learn"))
+    except (
+        CheckpointError,
+        InvalidTrainConfigError,
+        LearnError,
+        MissingTensorError,
+        ModelNotFoundError,
+        ShardError,
+        UnsupportedTargetError,
+    ) as problem:
+        typer.echo(f"error: {problem}", err=True)
+        raise typer.Exit(2) from None
+    except (DecodeError, FloatingPointError) as problem:
+        typer.echo(f"leadout learn: {problem}", err=True)
+        raise typer.Exit(1) from None
+    if result is None:  # only the leading rank speaks
+        return
+    if as_json:
+        typer.echo(result.model_dump_json(indent=2))
+    else:
+        print_result(result)
+
+
+def _show_status(registry: Path, as_json: bool) -> None:
+    from leadout.checkpoints import CheckpointError
+    from leadout.learn.show import print_status
+    from leadout.learn.status import read_status
+
+    try:
+        found = read_status(registry)
+    except CheckpointError as problem:
+        typer.echo(f"error: {problem}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(found.model_dump_json(indent=2))
+    else:
+        print_status(found)

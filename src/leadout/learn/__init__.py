@@ -1,0 +1,1 @@
+"""Keeping a drafter up with its traffic: adapt it, prove it better, publish it."""

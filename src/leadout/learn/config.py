@@ -1,0 +1,64 @@
+"""All that decides a cycle of learning: each field is a flag and a default at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+DEFAULT_MINUTES = 30.0
+
+
+class LearnError(ValueError):
+    """A cycle that cannot be carried out as asked."""
+
+
+class LearnConfig(BaseModel):
+    """One cycle."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    minutes: Annotated[
+        float | None, Field(gt=0, description=f"Time to train for, {DEFAULT_MINUTES:g} unless set.")
+    ] = None
+    tokens: Annotated[
+        int | None, Field(ge=1, description="Or: answer tokens to train on, repetitions counted.")
+    ] = None
+    held_out: Annotated[
+        float,
+        Field(gt=0, lt=1, description="Share of the requests, the newest, kept for the gate."),
+    ] = 0.2
+    least_requests: Annotated[
+        int, Field(ge=1, description="Fewest requests to train on, and to judge by.")
+    ] = 50
+    replay_share: Annotated[
+        float, Field(ge=0, lt=1, description="Share of replayed data in training.")
+    ] = 0.5
+    learning_rate: Annotated[
+        float | None, Field(gt=0, description="Unset: half of what the drafter was trained with.")
+    ] = None
+    gain: Annotated[
+        float,
+        Field(ge=0, description="Acceptance length must rise on traffic by this share, surely."),
+    ] = 0.03
+    base_loss: Annotated[
+        float,
+        Field(ge=0, description="It must not fall on replayed data by more than this, surely."),
+    ] = 0.03
+
+    @classmethod
+    def of_flags(cls, flags: dict[str, Any]) -> Self:
+        given = {name: value for name, value in flags.items() if value is not None}
+        if "minutes" in given and "tokens" in given:
+            raise LearnError(
+                f"--tokens {given['tokens']}: found --minutes too, wanted one budget; leave one out"
+            )
+        try:
+            return cls.model_validate(given)
+        except ValidationError as problem:
+            first = problem.errors()[0]
+            name = str(first["loc"][0]).replace("_", "-")
+            raise LearnError(
+                f"--{name}: found {first['input']!r}, {first['msg'].lower()}; see "
+                "`leadout learn --help`"
+            ) from None
