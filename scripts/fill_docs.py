@@ -1,0 +1,61 @@
+"""Fill the tables of the documentation with the numbers of committed results.
+
+    python scripts/fill_docs.py
+
+A page has `<!-- results: NAME -->` and `<!-- end -->`; what stands between is made here. A test
+makes it again and compares, so a table cannot say other than the results do.
+"""
+
+import re
+from collections.abc import Callable
+
+import quickstart_output
+import result_tables
+import scale_tables
+from result_tables import ROOT
+
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "step-costs": result_tables.step_costs,
+    "break-even": result_tables.break_even,
+    "tuned-table": result_tables.tuned_table,
+    "bench-means": result_tables.bench_means,
+    "bench-sets": result_tables.bench_sets,
+    "bench-rounds": result_tables.bench_rounds,
+    "profile": result_tables.profile,
+    "overhead": result_tables.overhead,
+    "acceptance-sets": result_tables.acceptance_sets,
+    "lossless": result_tables.lossless,
+    "faults": result_tables.faults,
+    "training": result_tables.training,
+    "control": result_tables.control,
+    "live": result_tables.live,
+    "live-useless": result_tables.live_useless,
+    "bytes-per-token": scale_tables.bytes_per_token,
+    "seconds-per-million": scale_tables.seconds_per_million,
+    "large-drafter": scale_tables.large_drafter,
+    "fleet": scale_tables.fleet,
+    "quickstart-check": quickstart_output.check,
+    "quickstart-tune": quickstart_output.tune,
+    "quickstart-plan": quickstart_output.plan,
+    "quickstart-serve": quickstart_output.serve,
+}
+
+
+def filled(page: str) -> str:
+    return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]]()}\n\n{found[3]}", page)
+
+
+def main() -> None:
+    for path in sorted(DOCS.rglob("*.md")):
+        before = path.read_text()
+        after = filled(before)
+        if after != before:
+            path.write_text(after)
+            print(f"filled {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What the commands of the quickstart printed, from the results they wrote; see fill_docs.py.
+
+run_quickstart.py runs the commands and keeps the results in results/quickstart.
+"""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from result_tables import ROOT
+from rich.console import Console
+
+from leadout.check.result import CheckResult
+from leadout.control.tuned import read_tuned
+
+RESULTS = ROOT / "results" / "quickstart"
+DRAFTER = "drafters/smollm2-135m-instruct-dflash"
+PROMPTS = "examples/prompts.jsonl"
+CHECK = f"leadout check smollm2 {DRAFTER} --report check.html"
+TUNE = f"""\
+leadout tune smollm2 {DRAFTER} \\
+    --prompts {PROMPTS} --max-batch 4 --out tuned.json"""
+SERVE = f"leadout serve smollm2 --draft {DRAFTER} --tuned tuned.json"
+FLAGS = "--enforce-eager --max-model-len 2048 --port 8000"
+ASK = """\
+curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
+    "model": "smollm2", "temperature": 0, "max_tokens": 96,
+    "messages": [{"role": "user", "content": "Write a Python function that adds two numbers."}]
+  }' | python -m json.tool | grep -E '"(content|completion_tokens)"'"""
+
+
+def check() -> str:
+    from leadout.check.show import print_result
+
+    result = CheckResult.model_validate_json((RESULTS / "check.json").read_text())
+    return _console(CHECK, _printed(lambda console: print_result(result, console)))
+
+
+def tune() -> str:
+    from leadout.tune.show import print_tuned
+
+    tuned = read_tuned(RESULTS / "tuned.json")
+    out, page = Path("tuned.json"), Path("tuned.html")
+    return _console(TUNE, _printed(lambda console: print_tuned(tuned, out, page, console)))
+
+
+def plan() -> str:
+    return _console(f"{SERVE} --plan", (RESULTS / "plan.txt").read_text())
+
+
+def serve() -> str:
+    """A server, an answer, and the gauges after it."""
+    answer = json.loads((RESULTS / "answer.json").read_text())
+    lines = json.dumps(answer, indent=4).splitlines(keepends=True)
+    shown = "".join(x for x in lines if '"content"' in x or '"completion_tokens"' in x)
+    steps = [
+        (f"{SERVE} \\\n    {FLAGS} > server.log 2>&1 &", ""),
+        ("until curl -sf localhost:8000/health; do sleep 1; done", ""),
+        (ASK, shown),
+        ("curl -s localhost:8000/metrics | grep ^leadout:", (RESULTS / "metrics.txt").read_text()),
+        ("kill %1", ""),
+    ]
+    return "```console\n" + "".join(f"$ {word}\n{told}" for word, told in steps) + "```"
+
+
+def _printed(show: Callable[[Console], None]) -> str:
+    text = io.StringIO()
+    show(Console(file=text, width=80))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+def _console(command: str, printed: str) -> str:
+    return f"```console\n$ {command}\n{printed}```"
