@@ -77,7 +77,9 @@ def main() -> None:
     for name in ("target", "prompts", "data", "work"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--minutes", type=float, default=30.0)
+    budget.add_argument("--tokens", type=int, help="to train on, instead of minutes")
     arguments, more = parser.parse_known_args()  # other flags go to `leadout learn`
     arguments.work.mkdir(parents=True, exist_ok=True)
     loop = Loop(arguments, more)
@@ -106,7 +108,11 @@ class Loop:
         self.data: Path = arguments.data
         self.work: Path = arguments.work
         self.requests: int = arguments.requests
-        self.minutes: float = arguments.minutes
+        self.budget = (
+            ("--minutes", arguments.minutes)
+            if arguments.tokens is None
+            else ("--tokens", arguments.tokens)
+        )
         self.more = more
         self.registry = self.work / "registry"
         self.capture = self.work / "capture"
@@ -169,7 +175,7 @@ class Loop:
     def learn(self) -> Any:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         words = ["learn", self.target, "--registry", self.registry, "--traffic", self.capture]
-        words += ["--replay", self.data, "--minutes", self.minutes, "--work", self.work / "cycle"]
+        words += ["--replay", self.data, *self.budget, "--work", self.work / "cycle"]
         words += self.more
         command = [sys.executable, *torchrun, "-m", "leadout", *map(str, words), "--json"]
         alone = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -11,6 +11,7 @@ import ast
 import inspect
 import io
 import re
+import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
 from html import escape
@@ -153,9 +154,9 @@ def python_page() -> str:
 def _member(definition: Any) -> Iterator[str]:
     yield f"\n### {definition.name}\n"
     if isinstance(definition, ast.ClassDef):
-        yield f"```python\n{_class_line(definition)}\n```"
+        yield f"```python\n{_as_we_write(_class_line(definition))}\n```"
     else:
-        yield f"```python\n{_signature(definition)}\n```"
+        yield f"```python\n{_as_we_write(_signature(definition))}\n```"
     text = ast.get_docstring(definition)
     if text:
         yield f"\n{text}"
@@ -166,13 +167,19 @@ def _member(definition: Any) -> Iterator[str]:
             yield f"\n- `{_signature(inner, width=1000).removesuffix(': ...')}`{meaning}"
 
 
+def _as_we_write(code: str) -> str:
+    """With the quotes of our sources, which ast does not keep."""
+    return code if '"' in code else code.replace("'", '"')
+
+
 def _class_line(definition: ast.ClassDef) -> str:
     bases = ", ".join(ast.unparse(base) for base in definition.bases)
     lines = [f"class {definition.name}({bases}):" if bases else f"class {definition.name}:"]
     lines += [f"    {ast.unparse(field)}" for field in _fields(definition) if _is_public(field)]
     for inner in definition.body:
         if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
-            lines.append(f"    {_signature(inner)}")
+            lines += [""] if len(lines) > 1 else []
+            lines.append(textwrap.indent(_signature(inner, width=92), "    "))
     return "\n".join(lines if len(lines) > 1 else [f"{lines[0]} ..."])
 
 

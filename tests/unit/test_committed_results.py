@@ -27,6 +27,8 @@ def result(name: str) -> Any:
         "check/faults.json",
         "bench/smollm2.json",
         "bench/profile.json",
+        "bench/random.json",
+        "train/ablations.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
@@ -94,3 +96,11 @@ def test_the_readme_tells_the_speedup_as_measured() -> None:
     # "none at 8 requests and more"
     last = result("bench/smollm2-tuned.json")["table"][-1]
     assert last == [8, 16, 0]
+
+
+def test_a_useless_drafter_is_not_served() -> None:
+    found = result("bench/random.json")
+    tuned = [c for c in found["cells"] if c["arm"] == "tuned"]
+    assert {c["concurrency"] for c in tuned} == CONCURRENCIES
+    assert all(c["acceptance_length"] is None for c in tuned)  # nothing was drafted
+    assert result("bench/random-tuned.json")["table"] == [[1, 16, 0]]

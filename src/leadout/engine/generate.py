@@ -57,7 +57,7 @@ class TextEngine:
         eager: bool = False,
         **settings: Any,  # more of vLLM's
     ) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         # Only read on CPUs, where vLLM's own guess is most of the machine's memory.
