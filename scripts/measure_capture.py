@@ -1,8 +1,8 @@
-"""What capturing every request costs: throughput with it, with a full disk, and without.
+"""What capturing every request costs: throughput with it, with a disk that refuses, and without.
 
 One engine answers the same prompts again and again; whether its scheduler captures changes from
-turn to turn, so that nothing else differs. A full disk is a limit on the size of files that the
-process may write. A ratio is taken within one round:
+turn to turn, so that nothing else differs. The disk refuses because a file stands where the folder
+would have to be: every write ends in an OSError, as on a full disk. A ratio is within one round:
 
     python scripts/measure_capture.py TARGET DRAFTER PROMPTS --out results/learn/capture.json
 """
@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import tempfile
 import time
-from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import track
 
@@ -28,10 +27,7 @@ from leadout.engine.sections import CAPTURE, SCHEDULER, with_section
 from leadout.provenance import Provenance
 from leadout.shards import read_shard
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ARMS = ("none", "capture", "full disk")
+ARMS = ("none", "capture", "refusing disk")
 REQUESTS = 16  # at a time
 TOKENS = 48
 
@@ -48,23 +44,30 @@ def main() -> None:
     turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
     with tempfile.TemporaryDirectory() as folder:
         llm = start(arguments.target, arguments.drafter, Path(folder))
+        from leadout.engine.capturing import make_capture  # imports vLLM
+
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        capture = scheduler._capture
+        captures = {
+            "none": None,
+            "capture": scheduler._capture,
+            "refusing disk": make_capture(config_with(llm, Path(__file__) / "capture")),
+        }
         rates: list[dict[str, float]] = []
         for number in track(range(arguments.rounds + 2), description="rounds"):
             asked = [turns[(number * REQUESTS + place) % len(turns)] for place in range(REQUESTS)]
             first = number % len(ARMS)
             row = {}
             for arm in (*ARMS[first:], *ARMS[:first]):
-                scheduler._capture = None if arm == "none" else capture
-                with no_room_on_disk(arm == "full disk"):
-                    row[arm] = tokens_per_second(llm, asked)
-                    time.sleep(0.1)  # the writer ends with its own turn
+                scheduler._capture = captures[arm]
+                row[arm] = tokens_per_second(llm, asked)
+                time.sleep(0.1)  # the writer ends with its own turn
             rates.append(row)
         rates = rates[2:]  # the first two warm up
-        capture.close()
+        numbers = {}
+        for arm in ARMS[1:]:
+            captures[arm].close()
+            numbers[arm] = captures[arm].numbers.model_dump()
         written = sum(1 for path in segments(Path(folder)) for _ in read_shard(path))
-        numbers = capture.numbers.model_dump()
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "unit": "output tokens per second, and their ratio to those without capture",
@@ -105,15 +108,12 @@ def start(target: str, drafter: Path, folder: Path) -> Any:
     )
 
 
-@contextmanager
-def no_room_on_disk(is_full: bool) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if is_full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def config_with(llm: Any, folder: Path) -> Any:
+    """The engine's own settings, but for where to capture to."""
+    config = copy(llm.llm_engine.vllm_config)
+    config.additional_config = with_section({}, CAPTURE, CaptureSettings(folder=folder))
+    config.instance_id = f"{config.instance_id}-refusing"
+    return config
 
 
 def tokens_per_second(llm: Any, asked: list[str]) -> float:

@@ -16,6 +16,8 @@ from leadout.engine.server import free_port
 from support.models import ROOT
 
 PAGE = ROOT / "docs" / "quickstart.md"
+MOST_SECONDS = 1200  # some minutes on a quiet machine; six starts of the engine on a busy one
+pytestmark = pytest.mark.timeout(MOST_SECONDS + 120)
 # Not run here: the environment of these tests is made by the same commands (.ci/environment), and
 # the model is made once for all tests, by the same script.
 DONE_BEFORE = ("python3 -m venv", "pip install", "python examples/make_smollm2.py")
@@ -126,7 +128,7 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
     os.close(guards_end)
     try:
-        shell.wait(timeout=540)
+        shell.wait(timeout=MOST_SECONDS)
     finally:  # the guard then ends whatever is left
         os.close(lifeline)
         shell.wait(timeout=60)

@@ -126,7 +126,8 @@ def test_leadout_serve_refuses_or_serves_bare(
 def test_drafts_beyond_the_block_are_put_right(target: Path, drafter: Path) -> None:
     (fault,) = [fault for fault in HERE if fault.name == "drafts-beyond-block"]
     plan = plan_for(fault, target, drafter)
-    assert '"num_speculative_tokens": 4' in plan.command[-1]
+    speculation = plan.command[plan.command.index("--speculative-config") + 1]
+    assert '"num_speculative_tokens": 4' in speculation
     assert any(
         note.startswith("draft-tokens: found num_speculative_tokens 15") for note in plan.notes
     )
