@@ -98,6 +98,7 @@ def start(target: str, drafter: Path, folder: Path) -> Any:
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=REQUESTS,
+        enable_prefix_caching=False,  # every turn of a round has the same work
         scheduler_cls=SCHEDULER,
         additional_config=with_section({}, CAPTURE, settings),
         speculative_config={
