@@ -35,7 +35,9 @@ from leadout.bench.files import PICTURE, REPORT, RESULTS, write_files
 from leadout.bench.request import BenchRequest
 from leadout.bench.show import BenchProgress, print_result
 from leadout.checkpoints import read_checkpoint, write_checkpoint
+from leadout.control.tuned import read_tuned, write_tuned
 from leadout.dflash.drafter import Drafter
+from leadout.pairing.names import last_part
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
@@ -94,9 +96,19 @@ def tune(name: str, drafter: Path, target: Path, work: Path) -> Path:
         command = [sys.executable, "-m", "leadout", "tune", str(target), str(drafter)]
         most = ["--max-batch", str(max(CONCURRENCIES))]
         subprocess.run([*command, "--out", str(tuned), *most], check=True)
-        OUT.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(tuned, OUT / tuned.name)
+    keep_record(tuned)
     return tuned
+
+
+def keep_record(tuned: Path) -> None:
+    """A copy for the repository: folders of this machine mean nothing elsewhere."""
+    found = read_tuned(tuned)
+    models = {
+        part: model.model_copy(update={"name": last_part(model.name)})
+        for part, model in (("target", found.target), ("drafter", found.drafter))
+    }
+    OUT.mkdir(parents=True, exist_ok=True)
+    write_tuned(found.model_copy(update=models), OUT / tuned.name)
 
 
 def measure(name: str, drafter: Path, tuned: Path, sets: tuple[str, ...], arguments: Any) -> None:

@@ -131,7 +131,10 @@ class Bench:
 
     def _named(self, case: Case, findings: list[Finding]) -> dict[str, Any]:
         grave = [f for f in findings if f.gravity is not Gravity.NOTE]
-        return {"named": [f.name for f in grave], "says": grave[0].message if grave else ""}
+        says = grave[0].message if grave else ""
+        # Without the folder that the cases were made in, which is gone when the result is read.
+        says = says.replace(f"{case.target.parent}/", "").replace(f"{case.drafter.parent}/", "")
+        return {"named": [f.name for f in grave], "says": says}
 
     def _examine(self, target: Path, drafter: Path) -> Examination:
         facts, checkpoint = read_target(target), read_checkpoint(drafter)

@@ -1,6 +1,7 @@
 """What the docs say of results is what the committed result files say."""
 
 import json
+import re
 from itertools import product
 from typing import Any
 
@@ -104,3 +105,11 @@ def test_a_useless_drafter_is_not_served() -> None:
     assert {c["concurrency"] for c in tuned} == CONCURRENCIES
     assert all(c["acceptance_length"] is None for c in tuned)  # nothing was drafted
     assert result("bench/random-tuned.json")["table"] == [[1, 16, 0]]
+
+
+def test_no_result_names_a_folder_of_a_machine() -> None:
+    folder = re.compile(r"(?<![\w.])/(?:tmp|root|home|work)/")
+    for path in (ROOT / "results").rglob("*"):
+        if path.is_file():
+            found = folder.search(path.read_text())
+            assert found is None, f"{path}: {path.read_text()[found.start() :][:60]}"
