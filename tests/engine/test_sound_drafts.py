@@ -66,8 +66,23 @@ def drafts_verified(llm: Any) -> int:
     return 0
 
 
+def drafts_asked_for(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """K of every step from here on."""
+    found: list[int] = []
+    schedule = scheduler.schedule
+
+    def listening(*arguments: Any, **settings: Any) -> Any:
+        output = schedule(*arguments, **settings)
+        if output.total_num_scheduled_tokens:
+            found.append(output.num_spec_tokens_to_schedule)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", listening)
+    return found
+
+
 def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
-    pair: tuple[Path, Path], run_engine: Any
+    pair: tuple[Path, Path], run_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixed, greedy = [0.0, 0.9, 0.0, 0.7], [0.0] * 4
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True}
@@ -85,9 +100,12 @@ def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
         disable_log_stats=False,
         **sizes,
     ) as llm:
-        assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, SoundDrafts)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert isinstance(scheduler, SoundDrafts)
+        asked = drafts_asked_for(scheduler, monkeypatch)
         assert answers(llm, mixed) == bare[0]
-        after_mixed = drafts_verified(llm)
-        assert after_mixed == 0
+        assert drafts_verified(llm) == 0
+        assert set(asked) == {0}
         assert answers(llm, greedy) == bare[1]
-        assert drafts_verified(llm) > after_mixed
+        assert drafts_verified(llm) > 0
+        assert set(asked) != {0}

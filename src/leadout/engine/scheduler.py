@@ -33,7 +33,7 @@ from leadout.engine.newcomers import Newcomers
 from leadout.engine.plugin import SWITCH
 from leadout.engine.sections import CAPTURE, LIVE, REGISTRY, sections_of
 from leadout.engine.sound_drafts import SoundDrafts
-from leadout.engine.support import is_supported
+from leadout.engine.support import is_dflash, is_supported
 
 logger = init_logger("vllm.leadout")
 
@@ -58,15 +58,10 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
         before.append(Capturing)
     if REGISTRY in sections:
         before.append(Newcomers)
-    if _drafts_on_cpu(vllm_config):
+    if current_platform.is_cpu() and is_dflash(vllm_config):
         base = SoundDrafts if base is Scheduler else type(base.__name__, (base, SoundDrafts), {})
     # Each calls the next; a class of its own only for what was asked for.
     return type(f"Leadout{base.__name__}", (*before, base), {}) if before else base
-
-
-def _drafts_on_cpu(vllm_config: Any) -> bool:
-    speculative = vllm_config.speculative_config
-    return current_platform.is_cpu() and speculative is not None and speculative.method == "dflash"
 
 
 def make_control(vllm_config: Any) -> LiveControl:
@@ -167,7 +162,11 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
             verified = {request: len(tokens) for request, tokens in drafts.items()}
             for request, invalid in (planned.num_invalid_spec_tokens or {}).items():
                 verified[request] -= invalid
-            is_pure = set(planned.num_scheduled_tokens) == set(step.requests)
+            # Else its time tells nothing: it did other work, or was not let draft as decided.
+            is_pure = (
+                set(planned.num_scheduled_tokens) == set(step.requests)
+                and planned.num_spec_tokens_to_schedule == step.decision.draft
+            )
             self._control.done(step, verified, gained, is_pure=is_pure)
         except Exception as error:
             self._give_up(error)
@@ -199,8 +198,7 @@ class LiveAsyncScheduler(LiveScheduler, AsyncScheduler):  # type: ignore[misc]
 
 
 def _can_be_live(vllm_config: Any) -> bool:
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method != "dflash":
+    if not is_dflash(vllm_config):
         return False
     replicas = vllm_config.parallel_config.data_parallel_size
     if replicas > 1:

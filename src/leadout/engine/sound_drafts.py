@@ -17,12 +17,21 @@ from vllm.v1.core.sched.scheduler import Scheduler
 class SoundDrafts(Scheduler):  # type: ignore[misc]
     """Stands right before vLLM's class, so that it has the last word on drafts."""
 
+    _has_sampled = False
+
     def schedule(self, *arguments: Any, **settings: Any) -> Any:
         # Waiting requests too: one of them may join this step.
-        if any(_is_sampled(request) for request in self.requests.values()):
+        self._has_sampled = any(_is_sampled(request) for request in self.requests.values())
+        if self._has_sampled:
             for request in self.running:
                 request.spec_token_ids = []
         return super().schedule(*arguments, **settings)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        # Called by vLLM within `schedule`: what is not verified need not be drafted.
+        if self._has_sampled:
+            scheduler_output.num_spec_tokens_to_schedule = 0
+        super()._update_after_schedule(scheduler_output)
 
 
 def _is_sampled(request: Any) -> bool:

@@ -35,7 +35,7 @@ from leadout.engine.live_numbers import numbers_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.sections import CAPTURE, sections_of
 from leadout.engine.small_files import small_file
-from leadout.engine.support import is_supported
+from leadout.engine.support import is_dflash, is_supported
 
 logger = init_logger("vllm.leadout")
 
@@ -100,7 +100,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
         global _shown
         target, speculation = vllm_config.model_config.model, vllm_config.speculative_config
         drafter = None if speculation is None else speculation.model
-        self._is_dflash = _is_dflash(vllm_config)
+        self._is_dflash = is_dflash(vllm_config)
         self._model_name = str(vllm_config.model_config.served_model_name)
         self._instance = vllm_config.instance_id
         self._below_break_even = BelowBreakEven.from_environment(
@@ -161,12 +161,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
 def _is_wanted(vllm_config: Any) -> bool:
     if os.environ.get(SWITCH) == "0" or not is_supported(vllm.__version__):
         return False
-    return _is_dflash(vllm_config) or CAPTURE in sections_of(vllm_config)
-
-
-def _is_dflash(vllm_config: Any) -> bool:
-    speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method == "dflash"
+    return is_dflash(vllm_config) or CAPTURE in sections_of(vllm_config)
 
 
 def _new_gauges() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
