@@ -9,6 +9,7 @@ makes it again and compares, so a table cannot say other than the results do.
 import re
 from collections.abc import Callable
 
+import learn_tables
 import quickstart_output
 import result_tables
 import scale_tables
@@ -33,6 +34,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "control": result_tables.control,
     "live": result_tables.live,
     "live-useless": result_tables.live_useless,
+    "learn-run": learn_tables.run,
+    "learn-sets": learn_tables.sets,
+    "learn-gate": learn_tables.gate,
+    "swaps": learn_tables.swaps,
+    "capture": learn_tables.capture,
     "bytes-per-token": scale_tables.bytes_per_token,
     "seconds-per-million": scale_tables.seconds_per_million,
     "large-drafter": scale_tables.large_drafter,

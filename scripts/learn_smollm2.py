@@ -332,7 +332,7 @@ def picture(result: dict[str, Any]) -> str:
     def series(name: str, of_point: Callable[[dict[str, float]], float]) -> Series:
         return Series(
             name,
-            [Point(f"{point['minutes']:.0f}", of_point(point["by_source"])) for point in curve],
+            [Point(str(point["step"]), of_point(point["by_source"])) for point in curve],
         )
 
     def replay(lengths: dict[str, float]) -> float:
@@ -345,7 +345,7 @@ def picture(result: dict[str, Any]) -> str:
             series("replay, mean of its sources", replay),
         ],
         "Acceptance length on text that is not trained on, over training",
-        "minutes of training",
+        f"steps of training, {result['training_minutes']:.0f} minutes in all",
     )
     served = bars(
         [

@@ -1,0 +1,92 @@
+"""Tables on learning from traffic; see fill_docs.py."""
+
+from typing import Any
+
+from result_tables import result, table
+
+
+def run() -> str:
+    """The run in words: how much it saw, how long it took, what broke."""
+    found = result("learn/smollm2.json")
+    adapted, traffic = found["learnt"]["adaptation"], found["traffic"]
+    return (
+        f"{adapted['traffic_requests']} of {traffic['requests']} captured requests and as much "
+        f"replay, {found['training_minutes']:.0f} minutes of training on two cores, "
+        f"{found['cycle_minutes']:.0f} with the gate. Acceptance length on unseen requests of the "
+        f"new kind: {found['acceptance_before']:.2f} before, {found['acceptance_after']:.2f} after "
+        f"({_percent(found['gain'])}). Failed requests: {found['failed_requests']}. Changed answers: "
+        f"{found['changed_answers']} of {found['compared_answers']} (float32)."
+    )
+
+
+def sets() -> str:
+    rows = [
+        (
+            name,
+            each["prompts"],
+            *(_interval(each[when]) for when in ("before", "after")),
+            _change(each["change"]),
+        )
+        for name, each in result("learn/smollm2.json")["sets"].items()
+    ]
+    return table(("requests", "number", "before", "after", "change"), rows)
+
+
+def gate() -> str:
+    rows = [
+        (
+            each["name"],
+            "passes" if each["passed"] else "is stopped",
+            _change(each["traffic"] and each["traffic"]["change"]),
+            _change(each["base"] and each["base"]["change"]),
+        )
+        for each in result("learn/gate.json")["candidates"]
+    ]
+    return table(("candidate", "the gate", "on the newest traffic", "on the base"), rows)
+
+
+def swaps() -> str:
+    found = result("learn/swaps.json")
+    pauses = found["pause_seconds_in_the_worker"]
+    rows = [
+        ("swaps, greedy answers", f"{found['swaps']}, {found['answers']}"),
+        ("failed requests", found["failed_requests"]),
+        ("answers unlike bare vLLM's", found["changed_answers"]),
+        ("a swap in the worker", f"{_ms(min(pauses))} to {_ms(max(pauses))}"),
+        ("longest gap between tokens at a swap", _ms(found["longest_gap_at_a_swap"])),
+        ("longest gap elsewhere", _ms(found["longest_gap_elsewhere"])),
+        ("median gap elsewhere", _ms(found["median_gap_elsewhere"])),
+    ]
+    return table((f"{found['clients']} clients, float32", "measured"), rows)
+
+
+def capture() -> str:
+    rows = [
+        (
+            f"every request, {arm}" if arm != "capture" else "every request",
+            f"{each['median']:.3f}",
+            f"{each['lower_quartile']:.3f} to {each['upper_quartile']:.3f}",
+            each["rounds"],
+        )
+        for arm, each in result("learn/capture.json")["ratio"].items()
+    ]
+    return table(("captured", "throughput over none", "quartiles", "rounds"), rows)
+
+
+def _interval(interval: Any) -> str:
+    return f"{interval['value']:.2f} ({interval['low']:.2f} to {interval['high']:.2f})"
+
+
+def _change(interval: Any) -> str:
+    if interval is None:
+        return "not measured"
+    low, high = _percent(interval["low"]), _percent(interval["high"])
+    return f"{_percent(interval['value'])} ({low} to {high})"
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms"

@@ -1,0 +1,51 @@
+"""The committed proofs of learning: it gains, forgets little, breaks nothing, and costs little."""
+
+import json
+from typing import Any
+
+from support.models import ROOT
+
+BASE = ("gsm8k", "humaneval", "mt_bench")
+
+
+def result(name: str, script: str) -> Any:
+    found = json.loads((ROOT / "results" / "learn" / name).read_text())
+    assert found["provenance"]["command"].startswith(f"python scripts/{script}")
+    return found
+
+
+def test_the_drafter_learned_a_new_kind_and_forgot_little() -> None:
+    found = result("smollm2.json", "learn_smollm2.py")
+    sets = found["sets"]
+    # What was learned was new: the drafter knew every base set better.
+    assert found["acceptance_before"] < min(sets[name]["before"]["value"] for name in BASE)
+    assert sets["tickets"]["change"]["low"] >= 0.25
+    assert found["base_change"] >= -0.03
+    assert found["training_minutes"] <= 30
+    assert found["swaps"] >= 1
+    assert found["failed_requests"] == found["changed_answers"] == 0
+
+
+def test_ten_swaps_under_load_changed_and_failed_nothing() -> None:
+    found = result("swaps.json", "measure_swaps.py")
+    assert found["swaps"] >= 10
+    assert found["clients"] == 8
+    assert found["failed_requests"] == found["changed_answers"] == 0
+    assert found["answers"] > found["clients"]
+
+
+def test_the_gate_decided_right_on_every_prepared_candidate() -> None:
+    found = result("gate.json", "gate_candidates.py")
+    candidates = found["candidates"]
+    assert found["right_decisions"] == len(candidates) == 8
+    assert [each["passed"] for each in candidates].count(True) == 1
+    (overfitted,) = [each for each in candidates if each["name"].startswith("overfitted")]
+    assert overfitted["on_its_training_part"]["change"]["low"] > found["margins"]["gain"]
+
+
+def test_capturing_every_request_costs_no_throughput() -> None:
+    found = result("capture.json", "measure_capture.py")
+    for arm in ("capture", "refusing disk"):
+        assert found["ratio"][arm]["rounds"] >= 30
+        assert found["ratio"][arm]["median"] >= 0.98
+    assert found["samples_on_disk"] > 0
