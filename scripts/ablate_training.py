@@ -5,7 +5,7 @@
 RUN_FOLDER is that of a finished run on the same data: its states of the target are used again. The
 settings are those of examples/smollm2-drafter-longer.yaml, with fewer sequences a step. Variants of
 the objective go on from DRAFTER, one that is half trained; variants of the first weights and of the
-shape start anew, and have a run of their own to be compared with. Early differences are no proof of
+shape start anew, and have runs of their own to be compared with. Early differences are no proof of
 late ones; they tell what is worth a long run.
 """
 
@@ -44,10 +44,15 @@ GOES_ON: dict[str, dict[str, Any]] = {
     "a tenth of the data": {},
 }
 STARTS_ANEW: dict[str, dict[str, Any]] = {
-    "from target layers": {},
-    "from random weights": {"initial": "random"},
-    "1 layer": {"layers": 1},
-    "4 layers": {"layers": 4},
+    "from target layers": {"initial": "target"},
+    "from target layers, 1 layer": {"initial": "target", "layers": 1},
+    "from target layers, 4 layers": {"initial": "target", "layers": 4},
+    "from random weights": {},
+    "from random weights, 1 layer": {"layers": 1},
+    "from random weights, 4 layers": {"layers": 4},
+    "from random weights, AdamW": {"optimizer": "adamw"},
+    "from random weights, half the learning rate": {"learning_rate": 0.001},
+    "from random weights, twice the learning rate": {"learning_rate": 0.004},
 }
 DATA_SHARE = {"a tenth of the data": 0.1}
 
@@ -102,7 +107,7 @@ def train(arguments: Any, changes: dict[str, Any], data_share: float) -> dict[st
         seconds = time.process_time() - began
     overall = records[-1].validation
     return {
-        "changes": {n: v for n, v in changes.items() if n != "initial" or v == "random"},
+        "changes": {n: v for n, v in changes.items() if v != str(arguments.drafter)},
         "cpu_seconds": seconds,
         "acceptance_length": overall.overall.acceptance_length,
         "by_position": overall.overall.by_position,

@@ -4,7 +4,8 @@
 
 Needs `pip install speculators==0.9.0`, which does not want the newest of some dependencies; with
 `--no-deps` it takes what is installed. Both trainers keep their own defaults for all that is not
-made equal here. Both drafters start anew, both are judged as they are after the last step.
+made equal here. All drafters start anew, and are judged as they are after the last step. Arms that
+FILE has already are not trained again.
 
 The peer is run by its own command's `main`, unchanged, with options that it has for machines
 without a GPU: attention by sdpa, eager losses, no loader processes. Two things it does not foresee
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -54,6 +56,10 @@ MAX_LENGTH = 384
 ANCHORS = 32  # blocks per sequence and step; the peer draws as many per row of packed sequences
 HELD_OUT = 60
 PRECISION = torch.bfloat16
+OUR_ARMS: dict[str, dict[str, Any]] = {
+    "leadout": {},
+    "leadout, from target layers": {"initial": "target"},
+}
 # All layers of the peer's drafter slide and are causal within a block unless told otherwise; ours
 # are bidirectional. Both kinds are trained, so that this choice does not decide the comparison.
 PEER_ARMS: dict[str, list[str]] = {
@@ -91,20 +97,31 @@ def compare(arguments: Any, work: Path) -> None:
         "data_hash": run.corpus.content_hash,
         "same": same_for_all(run),
         "minutes_for_states": seconds_for_states / 60,
-        "arms": {},
+        "arms": arms_before(arguments.out, same_for_all(run)),
     }
-    trainings: dict[str, Callable[[], tuple[Arm, Path]]] = {
-        "leadout": partial(train_ours, run, work / "leadout")
-    }
+    trainings: dict[str, Callable[[], tuple[Arm, Path]]] = {}
+    for name, changes in OUR_ARMS.items():
+        folder = work / name.replace(", ", "-")
+        trainings[name] = partial(train_ours, run, arguments.target, folder, changes)
     for name, options in PEER_ARMS.items():
         folder = work / name.replace(", ", "-")
         trainings[name] = partial(train_peer, run, arguments.target, work, folder, options)
-    for name, train in trainings.items():
-        arm, drafter = train()
+    for name in [name for name in trainings if name not in result["arms"]]:
+        arm, drafter = trainings[name]()
         result["arms"][name] = arm | judge(run, drafter)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
         print(f"{name:28} acceptance length {result['arms'][name]['acceptance_length']:.3f}")
+
+
+def arms_before(out: Path, same: dict[str, Any]) -> dict[str, Arm]:
+    if not out.exists():
+        return {}
+    before = json.loads(out.read_text())
+    if before["same"] != same:
+        raise SystemExit(f"--out {out}: found arms with other settings; name another file")
+    arms: dict[str, Arm] = before["arms"]
+    return arms
 
 
 def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
@@ -130,7 +147,7 @@ def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
     compute_states(arguments.target, corpus, config, work)
     seconds = time.monotonic() - began
     ranks = Ranks(0, 1, torch.device("cpu"))
-    return Run(arguments.target, corpus, config, work / "leadout", ranks), seconds
+    return Run(arguments.target, corpus, config, work / "states", ranks), seconds
 
 
 def fewer(split: Split, count: int) -> Split:
@@ -219,7 +236,7 @@ def compute_states(target: Path, corpus: Corpus, config: TrainConfig, work: Path
     layer_ids = config.target_layer_ids or ()
     source = StatesForBoth(target, layer_ids, rows, work / "peer-data" / "hidden_states")
     kept: StateSource = KeptStates(
-        work / "leadout" / WORK / STATES,
+        work / "states" / WORK / STATES,
         source,
         corpus.lengths,
         taps=len(layer_ids),
@@ -243,7 +260,14 @@ def minutes(spent: torch.Tensor) -> Arm:
     return {"minutes": wall, "processor_minutes": processor}
 
 
-def train_ours(run: Run, folder: Path) -> tuple[Arm, Path]:
+def train_ours(
+    states: Run, target: Path, folder: Path, changes: dict[str, Any]
+) -> tuple[Arm, Path]:
+    (folder / WORK).mkdir(parents=True)
+    for name in (STATES, Path(STATES).with_suffix(".marks").name):
+        os.link(states.folder / name, folder / WORK / name)
+    config = states.config.model_copy(update=changes)
+    run = Run(target, states.corpus, config, folder, states.ranks)
     steps: list[StepRecord] = []
     began = spent = clocks()
 

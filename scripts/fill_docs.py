@@ -13,6 +13,7 @@ import learn_tables
 import quickstart_output
 import result_tables
 import scale_tables
+import train_tables
 from result_tables import ROOT
 
 DOCS = ROOT / "docs"
@@ -31,6 +32,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "lossless": result_tables.lossless,
     "faults": result_tables.faults,
     "training": result_tables.training,
+    "ablations": train_tables.ablations,
+    "against-speculators": train_tables.against_speculators,
     "control": result_tables.control,
     "live": result_tables.live,
     "live-useless": result_tables.live_useless,

@@ -14,8 +14,8 @@ def run() -> str:
         f"replay, {found['training_minutes']:.0f} minutes of training on two cores, "
         f"{found['cycle_minutes']:.0f} with the gate. Acceptance length on unseen requests of the "
         f"new kind: {found['acceptance_before']:.2f} before, {found['acceptance_after']:.2f} after "
-        f"({_percent(found['gain'])}). Failed requests: {found['failed_requests']}. Changed answers: "
-        f"{found['changed_answers']} of {found['compared_answers']} (float32)."
+        f"({_percent(found['gain'])}). Failed requests: {found['failed_requests']}. Changed "
+        f"answers: {found['changed_answers']} of {found['compared_answers']} (float32)."
     )
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from leadout.engine.facts import EngineFacts, ask_engine
+from leadout.engine.support import SUPPORTED
 from leadout.version import __version__, installed_version
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")
@@ -61,13 +62,17 @@ class EnvironmentReport(BaseModel):
 
 
 def collect(needs: Mapping[str, tuple[Need, ...]]) -> EnvironmentReport:
+    engine = ask_engine()
     return EnvironmentReport(
         leadout=__version__,
         python=platform.python_version(),
         libraries={name: installed_version(name) for name in LIBRARIES},
-        engine=ask_engine(),
+        engine=engine,
         hardware=_hardware(),
-        commands={command: usability(wanted) for command, wanted in needs.items()},
+        commands={
+            command: _with_this_engine(usability(wanted), wanted, engine)
+            for command, wanted in needs.items()
+        },
         warnings=known_troubles(),
     )
 
@@ -75,6 +80,17 @@ def collect(needs: Mapping[str, tuple[Need, ...]]) -> EnvironmentReport:
 def usability(needs: tuple[Need, ...]) -> Usability:
     unmet = [need.remedy for need in needs if not need.is_met()]
     return Usability(usable=not unmet, remedy="; ".join(unmet) or None)
+
+
+def _with_this_engine(found: Usability, needs: tuple[Need, ...], engine: EngineFacts) -> Usability:
+    """An engine that is installed need not work, or be the one that is wanted."""
+    if not found.usable or all(need.module != "vllm" for need in needs):
+        return found
+    if engine.error is not None:
+        return Usability(usable=False, remedy="the engine does not work: see engine and warnings")
+    if not engine.supported:
+        return Usability(usable=False, remedy=f"install vLLM {SUPPORTED}")
+    return found
 
 
 def render(report: EnvironmentReport) -> None:

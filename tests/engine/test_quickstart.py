@@ -20,7 +20,7 @@ MOST_SECONDS = 1200  # some minutes on a quiet machine; six starts of the engine
 pytestmark = pytest.mark.timeout(MOST_SECONDS + 120)
 # Not run here: the environment of these tests is made by the same commands (.ci/environment), and
 # the model is made once for all tests, by the same script.
-DONE_BEFORE = ("python3 -m venv", "pip install", "python examples/make_smollm2.py")
+DONE_BEFORE = ("python3 -m venv", "pip install", "pip uninstall", "python examples/make_smollm2.py")
 # What takes minutes is given less to do: words of a command, and what stands in their place.
 SHORTENED = {
     "leadout check": ("--report", "--prompts few.jsonl --report"),

@@ -30,10 +30,10 @@ class TrainConfig(BaseModel):
     initial: Annotated[
         str,
         Field(
-            description="First weights: `target` copies target layers, `random`, or the folder of "
+            description="First weights: `random`, `target` copies target layers, or the folder of "
             "a drafter of the same shape to go on from."
         ),
-    ] = "target"
+    ] = "random"
 
     # The objective.
     distillation: Annotated[

@@ -132,7 +132,7 @@ def go_on_from(drafter: Drafter, folder: Path) -> None:
             raise UnfitStartError(
                 f"--initial {folder}: found {field.name} {found}, wanted "
                 f"{getattr(wanted, field.name)}; train with the settings of that drafter (its "
-                "block size may change), or start from `target`"
+                "block size may change), or start anew with `random`"
             )
     weights = load_weights(checkpoint)
     with torch.no_grad():

@@ -66,6 +66,24 @@ def test_an_engine_that_cannot_be_imported_is_reported_not_fatal(
     assert "does not work" in answer.summary()
 
 
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        (facts.EngineFacts(version="0.32.0", supported=True, error="no nms"), "does not work"),
+        (facts.EngineFacts(version="0.40.0", supported=False), "install vLLM"),
+    ],
+)
+def test_no_command_is_usable_with_an_engine_that_is_not(
+    engine: facts.EngineFacts, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "ask_engine", lambda: engine)
+    needs = {"serve": (Need("vllm", "pip install it"),), "convert": ()}
+    commands = environment.collect(needs).commands
+    assert not commands["serve"].usable
+    assert told in str(commands["serve"].remedy)
+    assert commands["convert"].usable
+
+
 def test_a_cuda_companion_of_a_cpu_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
     monkeypatch.setattr(environment, "installed_version", versions.get)

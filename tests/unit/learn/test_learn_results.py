@@ -49,3 +49,12 @@ def test_capturing_every_request_costs_no_throughput() -> None:
         assert found["ratio"][arm]["rounds"] >= 30
         assert found["ratio"][arm]["median"] >= 0.98
     assert found["samples_on_disk"] > 0
+
+
+def test_the_readme_tells_what_was_learned_as_measured() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    found = result("smollm2.json", "learn_smollm2.py")
+    before, after = found["acceptance_before"], found["acceptance_after"]
+    assert f"one cycle of {found['training_minutes']:.0f} minutes of training" in readme
+    assert f"raised {before:.2f} tokens per step to {after:.2f}" in readme
+    assert f"the base sets lost {-found['base_change']:.1%} at most" in readme

@@ -1,0 +1,27 @@
+"""Tables on what was tried in training; see fill_docs.py."""
+
+from result_tables import result, table
+
+
+def ablations() -> str:
+    found = result("train/ablations.json")
+    families = {"goes on": "a half-trained drafter", "starts anew": "nothing"}
+    rows = [
+        (families[each["family"]], name, f"{each['acceptance_length']:.3f}")
+        for name, each in found["variants"].items()
+    ]
+    return table(("starts from", "variant", "held-out acceptance length"), rows)
+
+
+def against_speculators() -> str:
+    arms = result("train/against_speculators.json")["arms"]
+    rows = [
+        (
+            name,
+            f"{each['acceptance_length']:.3f}",
+            f"{each['blocks']:,}",
+            f"{each['processor_minutes']:.1f}",
+        )
+        for name, each in sorted(arms.items(), key=lambda arm: -arm[1]["acceptance_length"])
+    ]
+    return table(("trainer", "held-out acceptance length", "blocks", "processor minutes"), rows)
