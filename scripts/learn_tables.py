@@ -61,16 +61,18 @@ def swaps() -> str:
 
 
 def capture() -> str:
+    found = result("learn/capture.json")
     rows = [
         (
-            f"every request, {arm}" if arm != "capture" else "every request",
-            f"{each['median']:.3f}",
-            f"{each['lower_quartile']:.3f} to {each['upper_quartile']:.3f}",
-            each["rounds"],
+            arm if arm == "refusing disk" else "every request",
+            f"{ratio['median']:.3f} ({ratio['interval'][0]:.3f} to {ratio['interval'][1]:.3f})",
+            *(f"{share:.4%}" for share in found["share_of_the_time"][arm].values()),
         )
-        for arm, each in result("learn/capture.json")["ratio"].items()
+        for arm, ratio in found["ratio"].items()
     ]
-    return table(("captured", "throughput over none", "quartiles", "rounds"), rows)
+    shares = next(iter(found["share_of_the_time"].values()))
+    told = [f"processor time {where}" for where in shares]
+    return table(("captured", "throughput over none (95%)", *told), rows)
 
 
 def _interval(interval: Any) -> str:

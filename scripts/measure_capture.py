@@ -2,7 +2,9 @@
 
 One engine answers the same prompts again and again; whether its scheduler captures changes from
 turn to turn, so that nothing else differs. The disk refuses because a file stands where the folder
-would have to be: every write ends in an OSError, as on a full disk. A ratio is within one round:
+would have to be: every write ends in an OSError, as on a full disk. A ratio is within one round. As
+rounds differ by more than capture costs, its processor time is told too: what it adds to the moment
+in which the scheduler lets go of a request, and what its thread takes, both as shares of the time.
 
     python scripts/measure_capture.py TARGET DRAFTER PROMPTS --out results/learn/capture.json
 """
@@ -14,8 +16,10 @@ import json
 import os
 import tempfile
 import time
+from collections import Counter
 from copy import copy
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from rich.progress import track
@@ -29,6 +33,7 @@ from leadout.shards import read_shard
 
 ARMS = ("none", "capture", "refusing disk")
 REQUESTS = 16  # at a time
+WARM_UP = 2  # rounds
 TOKENS = 48
 
 
@@ -53,18 +58,27 @@ def main() -> None:
             "refusing disk": make_capture(config_with(llm, Path(__file__) / "capture")),
         }
         rates: list[dict[str, float]] = []
-        for number in track(range(arguments.rounds + 2), description="rounds"):
+        ends = EndsOfRequests(scheduler)
+        for number in track(range(arguments.rounds + WARM_UP), description="rounds"):
+            if number == WARM_UP:
+                ends.seconds.clear()
             asked = [turns[(number * REQUESTS + place) % len(turns)] for place in range(REQUESTS)]
             first = number % len(ARMS)
             row = {}
             for arm in (*ARMS[first:], *ARMS[:first]):
                 scheduler._capture = captures[arm]
+                ends.arm = arm
                 row[arm] = tokens_per_second(llm, asked)
                 time.sleep(0.1)  # the writer ends with its own turn
             rates.append(row)
-        rates = rates[2:]  # the first two warm up
-        numbers = {}
+        rates = rates[WARM_UP:]
+        numbers, shares = {}, {}
         for arm in ARMS[1:]:
+            time_of_arm = sum(REQUESTS * TOKENS / row[arm] for row in rates)
+            shares[arm] = {
+                "at the end of a request": (ends.seconds[arm] - ends.seconds["none"]) / time_of_arm,
+                "in its thread": processor_seconds(captures[arm]._thread) / time_of_arm,
+            }
             captures[arm].close()
             numbers[arm] = captures[arm].numbers.model_dump()
         written = sum(1 for path in segments(Path(folder)) for _ in read_shard(path))
@@ -76,13 +90,37 @@ def main() -> None:
         "ratio": {
             arm: spread([row[arm] / row["none"] for row in rates]).model_dump() for arm in ARMS[1:]
         },
+        "share_of_the_time": shares,
         "numbers": numbers,
         "samples_on_disk": written,
         "rounds": rates,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["ratio"], indent=1), numbers, written)
+    print(json.dumps(result["ratio"], indent=1), shares, numbers, written)
+
+
+class EndsOfRequests:
+    """Seconds in the call in which the scheduler lets go of a request, by arm."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.arm = ARMS[0]
+        self.seconds: Counter[str] = Counter()
+        let_go = scheduler._free_request
+
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return let_go(*arguments, **settings)
+            finally:
+                self.seconds[self.arm] += time.perf_counter() - began
+
+        scheduler._free_request = timed
+
+
+def processor_seconds(thread: Thread) -> float:
+    """Since its start, so with the rounds that warm up."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
 def start(target: str, drafter: Path, folder: Path) -> Any:

@@ -13,6 +13,22 @@ def ablations() -> str:
     return table(("starts from", "variant", "held-out acceptance length"), rows)
 
 
+def from_random() -> str:
+    """A long run from random weights beside the shipped drafter's, which began otherwise."""
+    found, shipped = result("train/from_random_weights.json"), result("train/smollm2.json")
+    (run,) = found["variants"].values()
+    blocks = (
+        found["steps"] * found["sequences_per_step"] * shipped["runs"][0]["settings"]["anchors"]
+    )
+    rows = [("random weights", f"{blocks:,}", f"{run['acceptance_length']:.2f}")]
+    before = 0
+    for part in shipped["runs"]:
+        last = part["held_out_curve"][-1]
+        before += last["step"] * part["settings"]["batch_sequences"] * part["settings"]["anchors"]
+        rows.append(("target layers", f"{before:,}", f"{last['acceptance_length']:.2f}"))
+    return table(("starts from", "blocks", "held-out acceptance length"), rows)
+
+
 def against_speculators() -> str:
     arms = result("train/against_speculators.json")["arms"]
     rows = [

