@@ -83,6 +83,7 @@ def claims() -> dict[str, list[str]]:
             f"at least {learned['gain'].default:.0%}",
             f"at most {learned['base_loss'].default:.0%}",
             "the 95% interval",
+            "with 95% intervals",
             f"the newest {MOST_REQUESTS:,} requests",
             f"cut to {LONGEST:,} tokens",
         ],

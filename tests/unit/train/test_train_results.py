@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from leadout.train.config import TrainConfig
 from leadout.train.plan import MEASURED
 from support.models import ROOT
 
@@ -65,3 +66,36 @@ def test_ten_times_the_data_takes_no_more_memory(states: str) -> None:
     assert large["peak_mib"] < 1.1 * small["peak_mib"]
     if states == "disk":  # mapped or kept in memory, they would show
         assert large["states_mib"] > 0.2 * small["peak_mib"]
+
+
+def test_random_weights_learn_sooner_than_target_layers() -> None:
+    found = result("ablations.json", "ablate_training.py")["variants"]
+    lengths = {name: each["acceptance_length"] for name, each in found.items()}
+    assert lengths["from random weights"] > lengths["from target layers"] + 0.1
+    assert TrainConfig().initial == "random"
+    longer = result("from_random_weights.json", "ablate_training.py")
+    (run,) = longer["variants"].values()
+    shipped = result("smollm2.json", "train_smollm2.py")["runs"][0]  # began with target layers
+    assert shipped["settings"]["initial"] == "target"
+    at_the_end = shipped["held_out_curve"][-1]
+    per_step = shipped["settings"]["batch_sequences"]
+    assert longer["steps"] * longer["sequences_per_step"] < at_the_end["step"] * per_step
+    assert run["acceptance_length"] > at_the_end["acceptance_length"] + 0.2
+
+
+def test_both_trainers_had_the_same_to_learn_from() -> None:
+    found = result("against_speculators.json", "compare_with_speculators.py")
+    assert found["speculators"] == "0.9.0"
+    arms = found["arms"]
+    assert set(arms) == {
+        "leadout",
+        "leadout, from target layers",
+        "speculators",
+        "speculators, bidirectional",
+    }
+    for arm in arms.values():
+        assert arm["steps"] == found["same"]["steps"]
+        assert arm["blocks"] == pytest.approx(arms["leadout"]["blocks"], rel=0.02)
+    ours, theirs = arms["leadout"], arms["speculators"]
+    assert ours["acceptance_length"] == pytest.approx(theirs["acceptance_length"], rel=0.03)
+    assert ours["processor_minutes"] < theirs["processor_minutes"]
