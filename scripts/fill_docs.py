@@ -49,6 +49,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fleet": scale_tables.fleet,
     "quickstart-check": quickstart_output.check,
     "quickstart-tune": quickstart_output.tune,
+    "quickstart-bench": quickstart_output.bench,
     "quickstart-plan": quickstart_output.plan,
     "quickstart-serve": quickstart_output.serve,
 }

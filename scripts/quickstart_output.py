@@ -11,6 +11,7 @@ from pathlib import Path
 from result_tables import ROOT
 from rich.console import Console
 
+from leadout.bench.result import BenchResult
 from leadout.check.result import CheckResult
 from leadout.control.tuned import read_tuned
 
@@ -21,6 +22,10 @@ CHECK = f"leadout check smollm2 {DRAFTER} --report check.html"
 TUNE = f"""\
 leadout tune smollm2 {DRAFTER} \\
     --prompts {PROMPTS} --max-batch 4 --out tuned.json"""
+BENCH = f"""\
+leadout bench smollm2 --draft {DRAFTER} --tuned tuned.json \\
+    --prompts {PROMPTS} --concurrency 1 --concurrency 4 \\
+    --rounds 3 --waves 1 --output-tokens 32 --out bench"""
 SERVE = f"leadout serve smollm2 --draft {DRAFTER} --tuned tuned.json"
 FLAGS = "--enforce-eager --max-model-len 2048 --port 8000"
 ASK = """\
@@ -43,6 +48,15 @@ def tune() -> str:
     tuned = read_tuned(RESULTS / "tuned.json")
     out, page = Path("tuned.json"), Path("tuned.html")
     return _console(TUNE, _printed(lambda console: print_tuned(tuned, out, page, console)))
+
+
+def bench() -> str:
+    from leadout.bench.show import print_result
+
+    result = BenchResult.model_validate_json((RESULTS / "bench.json").read_text())
+    written = ("results.json", "results.csv", "report.html", "speedup.svg")
+    printed = _printed(lambda console: print_result(result, console))
+    return _console(BENCH, printed + "".join(f"wrote bench/{name}\n" for name in written))
 
 
 def plan() -> str:

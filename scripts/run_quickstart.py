@@ -1,8 +1,6 @@
 """Run the quickstart's commands in full, and keep what they wrote for the page.
 
-`leadout bench` is left out: the page shows the bench that scripts/bench_smollm2.py made.
-
-    python scripts/run_quickstart.py TARGET [--only check tune serve]
+    python scripts/run_quickstart.py TARGET [--only check tune bench serve]
 
 TARGET is the folder that examples/make_smollm2.py makes. The commands run in a folder of their own,
 where it is called `smollm2` as on the page. Results go to results/quickstart; then
@@ -18,12 +16,12 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from quickstart_output import ASK, CHECK, FLAGS, RESULTS, SERVE, TUNE
+from quickstart_output import ASK, BENCH, CHECK, FLAGS, RESULTS, SERVE, TUNE
 from result_tables import ROOT
 
 from leadout.engine.server import Server
 
-PARTS = ("check", "tune", "serve")
+PARTS = ("check", "tune", "bench", "serve")
 
 
 def main() -> None:
@@ -44,6 +42,9 @@ def main() -> None:
             run(TUNE, folder)
             shutil.copy(folder / "tuned.json", RESULTS)
         shutil.copy(RESULTS / "tuned.json", folder)
+        if "bench" in asked.only:
+            run(BENCH, folder)
+            shutil.copy(folder / "bench" / "results.json", RESULTS / "bench.json")
         if "serve" in asked.only:
             serve(folder)
 

@@ -37,7 +37,7 @@ STABLE = {
     "leadout inspect": [],  # compared as a whole
     "leadout check": ["Acceptance length: tokens for each step of the target", "Parity:"],
     "leadout tune": [],
-    "leadout bench": [],  # its files are looked at below
+    "leadout bench": ["Speed-up over bare vLLM", "wrote bench/report.html"],
     "leadout serve --plan": ["--speculative-config"],
     "leadout serve": [],
     "until curl": [],
