@@ -5,16 +5,24 @@ from typing import Any
 
 from support.models import ROOT
 
+NO_REPAIR = {  # no edit of the drafter's files brings these back, or nothing was lost
+    "mask token 2",
+    "weights rounded to 4 bits",
+    "a dead MLP",
+    "target fine-tuned a little",
+    "a drafter of another target",
+    "chat template missing",
+}
 WORTH_FINDING = -0.02  # of the acceptance length
 LONGEST = 360  # seconds
 
 
 def result(name: str) -> Any:
-    return json.loads((ROOT / "results" / "check" / name).read_text())
+    return json.loads((ROOT / "results" / name).read_text())
 
 
 def test_the_shipped_pair_fits_and_is_served_as_the_reference_predicts() -> None:
-    found = result("smollm2.json")
+    found = result("quickstart/check.json")
     assert found["verdict"] == "fit"
     assert found["seconds"] < LONGEST
     offline = found["offline"]["overall"]["length"]["value"]
@@ -23,7 +31,7 @@ def test_the_shipped_pair_fits_and_is_served_as_the_reference_predicts() -> None
 
 
 def test_every_fault_that_costs_acceptance_is_found() -> None:
-    faults = result("faults.json")["faults"]
+    faults = result("check/faults.json")["faults"]
     assert len(faults) >= 14
     for fault in faults:
         if fault["effect"] <= WORTH_FINDING:
@@ -31,16 +39,16 @@ def test_every_fault_that_costs_acceptance_is_found() -> None:
 
 
 def test_the_right_cause_is_named_first_and_its_edit_restores_acceptance() -> None:
-    found = result("faults.json")
+    found = result("check/faults.json")
     faults, healthy = found["faults"], found["healthy_acceptance"]
     assert found["summary"]["right_cause_first"] >= len(faults) - 2
-    repairable = [f for f in faults if f["repaired"] is not None and f["cause"] != "weights-dead"]
-    assert len(repairable) >= 8
-    for fault in repairable:
-        assert fault["repaired"] >= 0.95 * healthy, fault["name"]
+    assert {fault["name"] for fault in faults if fault["repaired"] is None} == NO_REPAIR
+    for fault in faults:
+        if fault["name"] not in NO_REPAIR:
+            assert fault["repaired"] >= 0.95 * healthy, fault["name"]
 
 
 def test_no_healthy_variant_raises_an_alarm() -> None:
-    found = result("faults.json")
+    found = result("check/faults.json")
     assert len(found["healthy"]) >= 10
     assert found["summary"]["false_alarms"] == 0

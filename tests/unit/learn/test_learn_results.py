@@ -59,3 +59,4 @@ def test_the_readme_tells_what_was_learned_as_measured() -> None:
     assert f"one cycle of {found['training_minutes']:.0f} minutes of training" in readme
     assert f"raised {before:.2f} tokens per step to {after:.2f}" in readme
     assert f"the base sets lost {-found['base_change']:.1%} at most" in readme
+    assert f"all {found['compared_answers']} greedy answers of the gate were the same" in readme
