@@ -2,7 +2,7 @@
 
 import typer
 
-from leadout.environment import Need, usability
+from leadout.environment import Need, known_troubles, usability
 
 ENGINE = Need(
     module="vllm", remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator)"
@@ -24,8 +24,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 
 
 def require(command: str, exit_code: int = 2) -> None:
-    """End with the remedy where a command's needs are not met."""
+    """End with the remedy where a command's needs are not met; warn of what may not work."""
     state = usability(NEEDS[command])
     if not state.usable:
         typer.echo(f"leadout {command} cannot run here: {state.remedy}", err=True)
         raise typer.Exit(exit_code)
+    if ENGINE in NEEDS[command]:  # before the engine's own words on it, which name no remedy
+        for trouble in known_troubles():
+            typer.echo(f"leadout: warning: {trouble}", err=True)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from leadout import environment
 from leadout.cli.app import app
-from leadout.cli.needs import NEEDS
+from leadout.cli.needs import NEEDS, require
 from leadout.engine import facts
 from leadout.environment import Need
 
@@ -103,3 +103,14 @@ def test_a_command_whose_need_is_missing_ends_with_the_remedy(
     ended = CliRunner().invoke(app, ["serve", "some-target", "--draft", "some-drafter"])
     assert ended.exit_code == 2
     assert "leadout serve cannot run here: pip install 'leadout[thing]'" in ended.output
+
+
+def test_a_command_warns_of_what_breaks_the_engine_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(environment, "installed_version", versions.get)
+    require("convert")  # needs no engine
+    assert capsys.readouterr().err == ""
+    require("check")
+    assert "run 'pip uninstall torchvision'" in capsys.readouterr().err
