@@ -48,7 +48,13 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(target: Path) -> Iterator[TextEngine]:
-    engine = TextEngine(str(target), max_length=LENGTH, max_requests=AT_ONCE, dtype="float32")
+    engine = TextEngine(
+        str(target),
+        max_length=LENGTH,
+        max_requests=AT_ONCE,
+        dtype="float32",
+        max_num_batched_tokens=LENGTH,  # so that not every prompt fits into the step it comes in
+    )
     yield engine
     engine._llm.llm_engine.engine_core.shutdown()
 
@@ -156,6 +162,18 @@ def test_answers_come_in_the_order_of_the_requests(engine: TextEngine, whole: Da
     assert [answer.tokens for answer in answers] == [s.response for s in reversed(greedy)]
     assert {answer.finish for answer in answers} == {"stop", "length"}
     assert engine.running == 0
+
+
+def test_sampled_prompts_larger_than_a_step_together_are_answered(engine: TextEngine) -> None:
+    prompts = [[3 + number] * (2 * LENGTH // 3) for number in range(AT_ONCE)]
+    asks = [
+        Ask(f"long {number}", prompt, max_tokens=4, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    together = engine.answer_all(asks)
+    engine.forget_prompts()
+    alone = [engine.answer_all([ask])[0] for ask in asks]
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
 
 
 def test_an_engine_that_refuses_its_settings_says_why(target: Path) -> None:

@@ -68,6 +68,10 @@ class TextEngine:
         on_cpu = current_platform.is_cpu()
         if on_cpu and drafter is not None:
             settings.setdefault("scheduler_cls", SCHEDULER)  # else sampled text may be wrong
+        if on_cpu and settings.get("max_num_batched_tokens", max_length) >= max_length:
+            # vLLM 0.32 winds a seeded request's random numbers back after each part of a prompt
+            # but the last, which a CPU's generator refuses: the engine would die of it.
+            settings.setdefault("enable_chunked_prefill", False)
         try:
             self._llm = LLM(
                 model=target,
