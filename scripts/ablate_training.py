@@ -3,9 +3,9 @@
     python scripts/ablate_training.py TARGET DATA_FOLDER RUN_FOLDER DRAFTER --out FILE
 
 RUN_FOLDER is that of a finished run on the same data: its states of the target are used again. The
-settings are those of examples/smollm2-drafter-longer.yaml, with fewer sequences a step. Variants of
-the objective go on from DRAFTER, one that is half trained; variants of the first weights and of the
-shape start anew, and have runs of their own to be compared with. Early differences are no proof of
+settings are those of examples/smollm2-drafter.yaml, with fewer sequences a step. Variants of the
+objective go on from DRAFTER, one that is half trained; variants of the shape and of the learning
+rate start anew, and have a run of their own to be compared with. Early differences are no proof of
 late ones; they tell what is worth a long run.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept_states import link_states
 from rich.progress import track
 
 from leadout.data.manifest import DataFolder
@@ -28,31 +28,28 @@ from leadout.pairing import read_target
 from leadout.provenance import Provenance
 from leadout.train.config import TrainConfig
 from leadout.train.ranks import Ranks
-from leadout.train.run import STATES, WORK, Run, read_corpus, resolve
+from leadout.train.run import Run, read_corpus, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = ROOT / "examples" / "smollm2-drafter-longer.yaml"
+SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
 SEQUENCES = 16
 GOES_ON: dict[str, dict[str, Any]] = {
-    "as shipped": {},
+    "no change": {},
     "hard labels only": {"distillation": 0.0},
     "the target's distribution only": {"distillation": 1.0},
     "AdamW": {"optimizer": "adamw"},
     "block size 4": {"block_size": 4},
-    "block size 8": {"block_size": 8},
+    "block size 6": {"block_size": 6},
     "exponential position weights": {"position_weights": "exponential"},
     "a tenth of the data": {},
 }
 STARTS_ANEW: dict[str, dict[str, Any]] = {
-    "from target layers": {"initial": "target"},
-    "from target layers, 1 layer": {"initial": "target", "layers": 1},
-    "from target layers, 4 layers": {"initial": "target", "layers": 4},
     "from random weights": {},
     "from random weights, 1 layer": {"layers": 1},
     "from random weights, 4 layers": {"layers": 4},
     "from random weights, AdamW": {"optimizer": "adamw"},
-    "from random weights, half the learning rate": {"learning_rate": 0.001},
-    "from random weights, twice the learning rate": {"learning_rate": 0.004},
+    "from random weights, half the learning rate": {"learning_rate": 0.002},
+    "from random weights, twice the learning rate": {"learning_rate": 0.008},
 }
 DATA_SHARE = {"a tenth of the data": 0.1}
 
@@ -96,10 +93,7 @@ def train(arguments: Any, changes: dict[str, Any], data_share: float) -> dict[st
     config = config.model_copy(update={"epochs": epochs, "save_every": 10**6, "states": "disk"})
     config = resolve(config, arguments.target, corpus, vocab_size)
     with tempfile.TemporaryDirectory(dir=arguments.run) as folder:
-        work = Path(folder, WORK)
-        work.mkdir()
-        for name in (STATES, Path(STATES).with_suffix(".marks").name):
-            os.link(arguments.run / WORK / name, work / name)
+        link_states(arguments.run, Path(folder))
         run = Run(arguments.target, corpus, config, Path(folder), Ranks(0, 1, torch.device("cpu")))
         began = time.process_time()
         records: list[Any] = []

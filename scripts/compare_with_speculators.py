@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kept_states import link_states
 from rich.progress import track
 from safetensors.torch import save_file
 
@@ -56,10 +56,6 @@ MAX_LENGTH = 384
 ANCHORS = 32  # blocks per sequence and step; the peer draws as many per row of packed sequences
 HELD_OUT = 60
 PRECISION = torch.bfloat16
-OUR_ARMS: dict[str, dict[str, Any]] = {
-    "leadout": {},
-    "leadout, from target layers": {"initial": "target"},
-}
 # All layers of the peer's drafter slide and are causal within a block unless told otherwise; ours
 # are bidirectional. Both kinds are trained, so that this choice does not decide the comparison.
 PEER_ARMS: dict[str, list[str]] = {
@@ -99,10 +95,9 @@ def compare(arguments: Any, work: Path) -> None:
         "minutes_for_states": seconds_for_states / 60,
         "arms": arms_before(arguments.out, same_for_all(run)),
     }
-    trainings: dict[str, Callable[[], tuple[Arm, Path]]] = {}
-    for name, changes in OUR_ARMS.items():
-        folder = work / name.replace(", ", "-")
-        trainings[name] = partial(train_ours, run, arguments.target, folder, changes)
+    trainings: dict[str, Callable[[], tuple[Arm, Path]]] = {
+        "leadout": partial(train_ours, run, arguments.target, work / "leadout")
+    }
     for name, options in PEER_ARMS.items():
         folder = work / name.replace(", ", "-")
         trainings[name] = partial(train_peer, run, arguments.target, work, folder, options)
@@ -260,14 +255,9 @@ def minutes(spent: torch.Tensor) -> Arm:
     return {"minutes": wall, "processor_minutes": processor}
 
 
-def train_ours(
-    states: Run, target: Path, folder: Path, changes: dict[str, Any]
-) -> tuple[Arm, Path]:
-    (folder / WORK).mkdir(parents=True)
-    for name in (STATES, Path(STATES).with_suffix(".marks").name):
-        os.link(states.folder / name, folder / WORK / name)
-    config = states.config.model_copy(update=changes)
-    run = Run(target, states.corpus, config, folder, states.ranks)
+def train_ours(states: Run, target: Path, folder: Path) -> tuple[Arm, Path]:
+    link_states(states.folder.parent, folder)
+    run = Run(target, states.corpus, states.config, folder, states.ranks)
     steps: list[StepRecord] = []
     began = spent = clocks()
 

@@ -33,7 +33,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "faults": result_tables.faults,
     "training": result_tables.training,
     "ablations": train_tables.ablations,
-    "from-random": train_tables.from_random,
+    "first-weights": train_tables.first_weights,
     "against-speculators": train_tables.against_speculators,
     "control": result_tables.control,
     "live": result_tables.live,

@@ -1,6 +1,8 @@
 """Tables on what was tried in training; see fill_docs.py."""
 
-from result_tables import blocks_of, result, table
+from typing import Any
+
+from result_tables import result, table
 
 
 def ablations() -> str:
@@ -13,19 +15,37 @@ def ablations() -> str:
     return table(("starts from", "variant", "held-out acceptance length"), rows)
 
 
-def from_random() -> str:
-    """A long run from random weights beside the shipped drafter's, which began otherwise."""
-    found, shipped = result("train/from_random_weights.json"), result("train/smollm2.json")
-    (run,) = found["variants"].values()
-    blocks = (
-        found["steps"] * found["sequences_per_step"] * shipped["runs"][0]["settings"]["anchors"]
-    )
-    rows = [("random weights", f"{blocks:,}", f"{run['acceptance_length']:.2f}")]
-    for number, part in enumerate(shipped["runs"], start=1):
-        so_far = blocks_of({"runs": shipped["runs"][:number]})
-        length = part["held_out_curve"][-1]["acceptance_length"]
-        rows.append(("target layers", f"{so_far:,}", f"{length:.2f}"))
-    return table(("starts from", "blocks", "held-out acceptance length"), rows)
+def first_weights() -> str:
+    """The shipped drafter's run beside an earlier one, which began with copies of target layers."""
+    began = {
+        "random weights": "train/smollm2.json",
+        "target layers": "train/from_target_layers.json",
+    }
+    rows = [
+        (name, f"{found['data_samples']:,}", f"{blocks:,}", f"{length:.2f}")
+        for name, found in ((name, result(file)) for name, file in began.items())
+        for blocks, length in curve_of(found)
+        if blocks in nearest(found)
+    ]
+    return table(("starts from", "answers", "blocks", "held-out acceptance length"), rows)
+
+
+def curve_of(found: Any) -> list[tuple[int, float]]:
+    """Held-out acceptance length by blocks seen, over the runs that follow on each other."""
+    curve, before = [], 0
+    for part in found["runs"]:
+        per_step = part["settings"]["batch_sequences"] * part["settings"]["anchors"]
+        points = part["held_out_curve"]
+        curve += [(before + p["step"] * per_step, p["acceptance_length"]) for p in points]
+        before = curve[-1][0]
+    return curve
+
+
+def nearest(found: Any) -> set[int]:
+    """The validations next to whole millions of blocks, and the last one."""
+    seen = [blocks for blocks, _ in curve_of(found)]
+    marks = range(1_000_000, seen[-1], 1_000_000)
+    return {min(seen, key=lambda blocks: abs(blocks - mark)) for mark in marks} | {seen[-1]}
 
 
 def against_speculators() -> str:

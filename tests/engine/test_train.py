@@ -14,8 +14,7 @@ import torch
 from leadout.checkpoints import load_drafter, read_checkpoint, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.engine.session import SessionRequest, run_session_apart
-from leadout.train.borrowed import TargetFiles
-from leadout.train.initial import new_drafter, start_from_target
+from leadout.train.initial import new_drafter
 from support.tiny_chat import MASK_TOKEN
 from support.tiny_data import write_predictable_target
 
@@ -69,7 +68,6 @@ def test_training_raises_the_acceptance_that_vllm_serves(
 ) -> None:
     config = read_checkpoint(out / "drafter").config
     untrained = new_drafter(config, seed=0)
-    start_from_target(untrained, TargetFiles(target))
     write_checkpoint(tmp_path / "untrained", untrained.state_dict(), config, "zlab")
     prompts = [sample.prompt for sample in data.samples()][:16]
     (before,) = run_session_apart(

@@ -78,7 +78,7 @@ def make_world(folder: Path, epochs: float = SETTINGS_OF_FIRST.epochs) -> World:
     samples, first = data.samples(), SETTINGS_OF_FIRST.model_copy(update={"epochs": epochs})
     trained = split(samples, first.max_length, first.validation_sequences).train
     text = [*(samples[i] for i in trained), *requests(NEW, HEARD, first=500)]
-    drafter = train(target, folder / "first", text, "target", first)
+    drafter = train(target, folder / "first", text, "random", first)
     first.write(drafter / SETTINGS)
     return World(target, data, drafter)
 

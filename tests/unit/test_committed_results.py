@@ -50,7 +50,7 @@ def test_the_readme_tells_the_drafters_acceptance_as_measured() -> None:
     served = {name: f"{sets[name]['served']:.2f}" for name in ("gsm8k", "humaneval", "mt_bench")}
     told = f"{served['gsm8k']} tokens per step on gsm8k, {served['humaneval']} on humaneval, "
     assert told + f"{served['mt_bench']} on mt_bench" in readme
-    assert max(each["difference"] for each in sets.values()) <= 0.003
+    assert max(each["difference"] for each in sets.values()) <= 0.008
 
 
 def test_the_fault_table_is_that_of_its_result_file() -> None:
@@ -94,9 +94,10 @@ def test_the_readme_tells_the_speedup_as_measured() -> None:
         cells = " | ".join(means[arm, c] for c in sorted(CONCURRENCIES))
         assert f"| {arm} | {cells} |" in readme
     assert "(results/bench/smollm2.svg)" in readme
-    # "none at 8 requests and more"
-    last = result("bench/smollm2-tuned.json")["table"][-1]
-    assert last == [8, 16, 0]
+    tuned = result("bench/smollm2-tuned.json")
+    assert f"nothing is surely gained above {tuned['loses_above']} requests" in readme
+    first, *_, last = tuned["table"]
+    assert f"from {first[2]} at one request to {last[2]} at {last[0]} and more" in readme
 
 
 def test_a_useless_drafter_is_not_served() -> None:

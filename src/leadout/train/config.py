@@ -30,8 +30,8 @@ class TrainConfig(BaseModel):
     initial: Annotated[
         str,
         Field(
-            description="First weights: `random`, `target` copies target layers, or the folder of "
-            "a drafter of the same shape to go on from."
+            description="First weights: `random`, or the folder of a drafter of the same shape to "
+            "go on from."
         ),
     ] = "random"
 

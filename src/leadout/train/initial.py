@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from leadout.checkpoints.checkpoint import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import UnsupportedTargetError
 from leadout.pairing import read_target
-from leadout.train.borrowed import TargetFiles
 
-# A new drafter's guesses are random directions: at the target's own scale its first loss would be
-# several times that of a uniform guess.
-FIRST_NORM_SHARE = 0.25
+# A new drafter's guesses are random directions: at full length its first loss would be several
+# times that of a uniform guess.
+FIRST_NORM = 0.25
 DEFAULT_TAPS = 5
 MIN_SPREAD_LAYERS = 5
 MOE_WIDTH = 3  # a mixture's experts are too narrow for a dense MLP: so many times the hidden size
@@ -109,15 +108,14 @@ def new_drafter(config: DrafterConfig, seed: int) -> Drafter:
         torch.manual_seed(seed)
         drafter = Drafter(config)
         nn.init.normal_(drafter.fc.weight, std=drafter.fc.in_features**-0.5)
+        nn.init.constant_(drafter.norm.weight, FIRST_NORM)
     return drafter
 
 
-def first_drafter(config: DrafterConfig, initial: str, seed: int, target: TargetFiles) -> Drafter:
+def first_drafter(config: DrafterConfig, initial: str, seed: int) -> Drafter:
     """A drafter with the first weights that `initial` asks for."""
     drafter = new_drafter(config, seed)
-    if initial == "target":
-        start_from_target(drafter, target)
-    elif initial != "random":
+    if initial != "random":
         go_on_from(drafter, Path(initial))
     return drafter
 
@@ -138,27 +136,3 @@ def go_on_from(drafter: Drafter, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(weights[name])
-
-
-def start_from_target(drafter: Drafter, target: TargetFiles) -> int:
-    """Copy target layers into the draft layers, first to first and last to last, and the last norm.
-
-    Only tensors of the same name and shape are taken; how many were is returned. A target without
-    normed heads leaves those norms as they are.
-    """
-    last_layer = (drafter.config.target_num_layers or 1) - 1
-    last_draft = drafter.config.num_layers - 1
-    wanted: dict[str, Tensor] = {"norm.weight": drafter.norm.weight}
-    for number, layer in enumerate(drafter.layers):
-        place = round(number * last_layer / last_draft) if last_draft else last_layer
-        wanted |= {f"layers.{place}.{name}": p for name, p in layer.named_parameters()}
-    taken = 0
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            found = target.find(name)
-            if found is not None and found.shape == parameter.shape:
-                parameter.copy_(found)
-                taken += 1
-        if target.find("norm.weight") is not None:
-            drafter.norm.weight.mul_(FIRST_NORM_SHARE)
-    return taken

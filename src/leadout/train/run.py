@@ -169,7 +169,7 @@ class Run:
             target_layer_ids=config.target_layer_ids or (),
             mask_token_id=config.mask_token_id or 0,
         )
-        self.drafter = first_drafter(self.drafter_config, config.initial, config.seed, files)
+        self.drafter = first_drafter(self.drafter_config, config.initial, config.seed)
         self.drafter.to(ranks.device)
         self.weights = TrainedWeights(self.drafter, self._precision)
         self.borrowed: Borrowed = borrow(files, self._precision, ranks.device)

@@ -77,6 +77,7 @@ def claims() -> dict[str, list[str]]:
         "howto/train.md": [
             f"took {run['training_minutes']:.0f} minutes",
             f"from {run['data_response_tokens']:,} tokens",
+            f"trained with {run['runs'][0]['settings']['learning_rate']}",
             "write 2,000 prompts",  # the command above it asks for so many
         ],
         "learn.md": [

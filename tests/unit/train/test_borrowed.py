@@ -52,7 +52,7 @@ def test_a_missed_load_shows_in_the_first_step(
     with monkeypatch.context() as patch:
         # What would have filled them does nothing.
         patch.setattr("leadout.train.borrowed.Tensor.copy_", lambda place, _: place)
-        run = make_run(initial="random")
+        run = make_run()
     assert run.borrowed.embedding.isnan().all()
     assert run.borrowed.head.isnan().all()
     with pytest.raises(FloatingPointError, match="step 1: found a gradient norm of nan"):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_runs import MakeRun, small_config
 from transformers import AutoConfig, LlamaConfig
 
@@ -14,16 +13,13 @@ from leadout.checkpoints import write_checkpoint
 from leadout.dflash.config import DrafterConfig, InvalidDrafterError
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import UnsupportedTargetError
-from leadout.train.borrowed import TargetFiles
 from leadout.train.initial import (
-    FIRST_NORM_SHARE,
     NoMaskTokenError,
     UnfitStartError,
     choose_mask_token,
     new_config,
     new_drafter,
     spread_layer_ids,
-    start_from_target,
 )
 from leadout.train.run import Corpus, resolve
 from support.models import TINY_VOCAB
@@ -111,23 +107,6 @@ def test_a_target_whose_rotation_is_unknown_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"rope_theta"', '"another_theta"'))
     with pytest.raises(UnsupportedTargetError, match="no rotary embedding"):
         config_for(tmp_path)
-
-
-def test_draft_layers_start_as_target_layers(target_folder: Path) -> None:
-    drafter = new_drafter(config_for(target_folder), seed=0)
-    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    taken = start_from_target(drafter, TargetFiles(target_folder))
-    target = load_file(target_folder / "model.safetensors")
-    after = dict(drafter.named_parameters())
-    for number, place in ((0, 0), (1, 2), (2, 5)):  # first to first, last to last
-        for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
-            wanted = target[f"model.layers.{place}.{name}"]
-            assert torch.equal(after[f"layers.{number}.{name}"], wanted)
-    assert torch.equal(after["norm.weight"], FIRST_NORM_SHARE * target["model.norm.weight"])
-    # The context's way in is the drafter's own: no target layer has it.
-    for name in ("fc.weight", "hidden_norm.weight"):
-        assert torch.equal(after[name], before[name])
-    assert taken == len(after) - 2
 
 
 def test_random_weights_follow_from_the_seed(target_folder: Path) -> None:
