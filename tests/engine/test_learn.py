@@ -27,7 +27,7 @@ def test_two_processes_learn_and_vllm_proves_the_candidate(world: World, tmp_pat
     registry = start(world, tmp_path / "registry")
     capture = write_capture(tmp_path / "capture", world.target, requests(NEW, 150))
     words = ["learn", world.target, "--registry", registry.folder, "--traffic", capture]
-    words += ["--replay", world.data.folder, "--minutes", 0.2, "--least-requests", 20]
+    words += ["--replay", world.data.folder, "--tokens", 30_000, "--least-requests", 20]
     words += ["--learning-rate", 1e-2, "--json"]
     ended = subprocess.run(
         [*TORCHRUN, "-m", "leadout", *map(str, words)], capture_output=True, text=True
