@@ -1,6 +1,7 @@
 """What the docs say of results is what the committed result files say."""
 
 import json
+import math
 import re
 from itertools import product
 from typing import Any
@@ -50,7 +51,8 @@ def test_the_readme_tells_the_drafters_acceptance_as_measured() -> None:
     served = {name: f"{sets[name]['served']:.2f}" for name in ("gsm8k", "humaneval", "mt_bench")}
     told = f"{served['gsm8k']} tokens per step on gsm8k, {served['humaneval']} on humaneval, "
     assert told + f"{served['mt_bench']} on mt_bench" in readme
-    assert max(each["difference"] for each in sets.values()) <= 0.008
+    worst = max(each["difference"] for each in sets.values())
+    assert f"predicted each of the seven sets to within {math.ceil(1000 * worst) / 10:g}%" in readme
 
 
 def test_the_fault_table_is_that_of_its_result_file() -> None:
