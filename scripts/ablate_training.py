@@ -24,10 +24,10 @@ from kept_states import link_states
 from rich.progress import track
 
 from leadout.data.manifest import DataFolder
+from leadout.evaluate.ranks import Ranks
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
 from leadout.train.config import TrainConfig
-from leadout.train.ranks import Ranks
 from leadout.train.run import Run, read_corpus, resolve
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,14 +30,13 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
 
-from leadout.bench.command import bench
-from leadout.bench.files import PICTURE, REPORT, RESULTS, write_files
-from leadout.bench.request import BenchRequest
-from leadout.bench.show import BenchProgress, print_result
+from leadout.bench.report import PICTURE, REPORT, RESULTS, BenchProgress, print_result, write_files
+from leadout.bench.run import bench
+from leadout.bench.settings import BenchRequest
 from leadout.checkpoints import read_checkpoint, write_checkpoint
-from leadout.control.tuned import read_tuned, write_tuned
+from leadout.control.tuned_file import read_tuned, write_tuned
 from leadout.dflash.drafter import Drafter
-from leadout.pairing.names import last_part
+from leadout.models import last_part
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"

@@ -24,26 +24,25 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from leadout.check.command import mask_candidates
-from leadout.check.findings import Finding, Gravity, by_weight
-from leadout.check.fix import write_fixed
-from leadout.check.offline import (
+from leadout.check.diagnosis import (
     Examination,
     as_served,
     examine,
     served_weights,
+    write_fixed,
 )
 from leadout.check.probe import Probe, Text, drafter_of
-from leadout.check.prompts import check_prompts
-from leadout.check.request import Silence
+from leadout.check.result import Finding, Gravity, Silence, by_weight
+from leadout.check.run import mask_candidates
 from leadout.check.static import static_findings
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
 from leadout.data.chat import Chat
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
-from leadout.engine.session import SessionRequest, run_session_apart
+from leadout.engine.offline import SessionRequest, run_session_apart
+from leadout.evaluate.hidden_states import load_model
+from leadout.evaluate.prompts import check_prompts
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
-from leadout.train.states import load_model
 
 PRECISION = torch.bfloat16
 TOKENS = 64

@@ -34,19 +34,16 @@ from safetensors.torch import save_file
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.dflash.target import Observation, Target
+from leadout.evaluate.acceptance import accepted_drafts, summarise
+from leadout.evaluate.blocks import BlockForward, Split, candidates, to_sequence
+from leadout.evaluate.hidden_states import ComputedStates, Indexed, KeptStates, StateSource
+from leadout.evaluate.ranks import Ranks
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
-from leadout.train.anchors import candidates
 from leadout.train.config import TrainConfig
-from leadout.train.forward import BlockForward
-from leadout.train.log import Record, StepRecord
-from leadout.train.loop import sequences_of_step
-from leadout.train.ranks import Ranks
+from leadout.train.loop import load_best, sequences_of_step
+from leadout.train.progress import Record, StepRecord
 from leadout.train.run import STATES, WORK, Corpus, Run, read_corpus, resolve
-from leadout.train.sequences import Split, to_sequence
-from leadout.train.state import load_best
-from leadout.train.states import ComputedStates, Indexed, KeptStates, StateSource
-from leadout.train.validate import accepted_drafts, summarise
 from leadout.version import installed_version
 
 LAYERS = 2

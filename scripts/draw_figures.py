@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from leadout.pages.standalone import standalone
-from leadout.pages.svg import Point, Series, against, bars, lines
+from leadout.report.charts import Point, Series, against, bars, lines
+from leadout.report.html import standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 INK, SOFT = "#1c2330", "#5b6675"

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from leadout.checkpoints import CheckpointError, write_checkpoint  # noqa: E402
 from leadout.engine.pair import UnfitPairError  # noqa: E402
-from leadout.engine.serve import Request, make_plan  # noqa: E402
+from leadout.engine.serve_plan import Request, make_plan  # noqa: E402
 from leadout.pairing import read_target  # noqa: E402
 from leadout.provenance import Provenance  # noqa: E402
 from support.drafters import TINY_DRAFTER, random_drafter  # noqa: E402

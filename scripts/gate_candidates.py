@@ -20,11 +20,10 @@ from rich.progress import track
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from leadout.check.request import Silence  # noqa: E402
+from leadout.check.result import Silence  # noqa: E402
+from leadout.evaluate.compare import judge  # noqa: E402
 from leadout.learn.config import LearnConfig  # noqa: E402
-from leadout.learn.evidence import Trial, gather, prove_lossless  # noqa: E402
-from leadout.learn.gate import Margins, compare, decide  # noqa: E402
-from leadout.learn.judge import judge  # noqa: E402
+from leadout.learn.gate import Margins, Trial, compare, decide, gather, prove_lossless  # noqa: E402  # noqa: E402
 from leadout.provenance import Provenance  # noqa: E402
 from support.gate_candidates import (  # noqa: E402
     CANDIDATES,

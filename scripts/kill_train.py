@@ -25,8 +25,8 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from leadout.provenance import Provenance  # noqa: E402
-from leadout.train.log import LOG, StepRecord, read_log  # noqa: E402
-from leadout.train.state import BEST, STATE  # noqa: E402
+from leadout.train.loop import BEST, STATE  # noqa: E402
+from leadout.train.progress import LOG, StepRecord, read_log  # noqa: E402
 from support.tiny_data import write_predictable_target, write_tiny_data  # noqa: E402
 
 KILLS = 10

@@ -38,14 +38,14 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import torch
 from rich.progress import track
 
-from leadout.check.acceptance import Interval, bootstrap
-from leadout.checkpoints.ledger import read_ledger
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts
 from leadout.engine.server import Server
-from leadout.pages.standalone import standalone
-from leadout.pages.svg import Point, Series, bars, lines
 from leadout.provenance import Provenance
+from leadout.registry import read_ledger
+from leadout.report.charts import Point, Series, bars, lines
+from leadout.report.html import standalone
+from leadout.stats import Interval, bootstrap
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"

@@ -19,13 +19,12 @@ from leadout.checkpoints import load_drafter
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts, source_name
 from leadout.dflash.target import Target
-from leadout.engine.generate import Ask, TextEngine
+from leadout.engine.offline import Ask, TextEngine
+from leadout.evaluate.acceptance import accepted_drafts, summarise
+from leadout.evaluate.blocks import BlockForward, TrainingSequence
+from leadout.evaluate.hidden_states import ComputedStates
+from leadout.evaluate.target_weights import TargetFiles, borrow
 from leadout.provenance import Provenance
-from leadout.train.borrowed import TargetFiles, borrow
-from leadout.train.forward import BlockForward
-from leadout.train.sequences import TrainingSequence
-from leadout.train.states import ComputedStates
-from leadout.train.validate import accepted_drafts, summarise
 
 DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"

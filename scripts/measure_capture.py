@@ -24,12 +24,11 @@ from typing import Any
 
 from rich.progress import track
 
-from leadout.bench.statistics import spread
-from leadout.captured import segments
-from leadout.engine.capture_settings import CaptureSettings
-from leadout.engine.sections import CAPTURE, SCHEDULER, with_section
+from leadout.engine.capture_store import segments
+from leadout.engine.settings import CAPTURE, SCHEDULER, CaptureSettings, with_section
 from leadout.provenance import Provenance
 from leadout.shards import read_shard
+from leadout.stats import spread
 
 ARMS = ("none", "capture", "refusing disk")
 REQUESTS = 16  # at a time
@@ -49,7 +48,7 @@ def main() -> None:
     turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
     with tempfile.TemporaryDirectory() as folder:
         llm = start(arguments.target, arguments.drafter, Path(folder))
-        from leadout.engine.capturing import make_capture  # imports vLLM
+        from leadout.engine.capture import make_capture  # imports vLLM
 
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         captures = {

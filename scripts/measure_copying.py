@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from leadout.control.copying import CopyIndex
+from leadout.control.prompt_lookup import CopyIndex
 from leadout.provenance import Provenance
 from leadout.shards import Sample
 

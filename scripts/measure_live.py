@@ -32,16 +32,13 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # see scripts/benc
 
 from rich.progress import track
 
-from leadout.bench.arms import common_flags
-from leadout.bench.plan import rotated
-from leadout.bench.prompts import write_prompts
+from leadout.bench.settings import common_flags, rotated, write_prompts
 from leadout.checkpoints import read_checkpoint
-from leadout.engine.load import LoadRequest
-from leadout.engine.load_generator import LoadGenerator
+from leadout.engine.load_test import LoadGenerator, LoadRequest
 from leadout.engine.server import Server
-from leadout.pages import svg
-from leadout.pages.standalone import standalone
 from leadout.provenance import Provenance
+from leadout.report import charts as svg
+from leadout.report.html import standalone
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "live" / "smollm2.json"
 PHASES = ("humaneval", "translation", "gsm8k")

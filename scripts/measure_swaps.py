@@ -26,15 +26,14 @@ from urllib.parse import urlsplit
 
 import torch
 
-from leadout.bench.statistics import percentile
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.checkpoints.ledger import read_ledger
-from leadout.checkpoints.registry import Registry
 from leadout.engine.admin import KEY
-from leadout.engine.serve import Request, make_plan
+from leadout.engine.serve_plan import Request, make_plan
 from leadout.engine.server import Server
+from leadout.models import fingerprint
 from leadout.provenance import Provenance
+from leadout.registry import Registry, read_ledger
+from leadout.stats import percentile
 
 SECRET = "only-on-this-machine"
 CLIENTS = 8

@@ -101,8 +101,8 @@ def train_once(target: str, data: str, out: str, source: str) -> None:
     import torch
 
     from leadout.data.manifest import DataFolder
+    from leadout.evaluate.ranks import Ranks
     from leadout.train.config import TrainConfig
-    from leadout.train.ranks import Ranks
     from leadout.train.run import STATES, Run, read_corpus, resolve
     from support.models import TINY_VOCAB
 

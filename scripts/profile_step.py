@@ -21,10 +21,10 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from leadout.check.prompts import default_or_given
 from leadout.checkpoints import read_checkpoint
 from leadout.data.chat import Chat
 from leadout.engine.calibration import CalibrationRequest, RoundRequest, TimedEngine
+from leadout.evaluate.prompts import default_or_given
 from leadout.provenance import Provenance
 
 BATCHES = (1, 4, 8, 16)

@@ -11,9 +11,9 @@ from pathlib import Path
 from result_tables import ROOT
 from rich.console import Console
 
-from leadout.bench.result import BenchResult
+from leadout.bench.results import BenchResult
 from leadout.check.result import CheckResult
-from leadout.control.tuned import read_tuned
+from leadout.control.tuned_file import read_tuned
 
 RESULTS = ROOT / "results" / "quickstart"
 DRAFTER = "drafters/smollm2-135m-instruct-dflash"
@@ -36,14 +36,14 @@ curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -
 
 
 def check() -> str:
-    from leadout.check.show import print_result
+    from leadout.check.report import print_result
 
     result = CheckResult.model_validate_json((RESULTS / "check.json").read_text())
     return _console(CHECK, _printed(lambda console: print_result(result, console)))
 
 
 def tune() -> str:
-    from leadout.tune.show import print_tuned
+    from leadout.tune.report import print_tuned
 
     tuned = read_tuned(RESULTS / "tuned.json")
     out, page = Path("tuned.json"), Path("tuned.html")
@@ -51,7 +51,7 @@ def tune() -> str:
 
 
 def bench() -> str:
-    from leadout.bench.show import print_result
+    from leadout.bench.report import print_result
 
     result = BenchResult.model_validate_json((RESULTS / "bench.json").read_text())
     written = ("results.json", "results.csv", "report.html", "speedup.svg")

@@ -24,16 +24,23 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from control_simulator.simulator import Machine, run_bare, run_oracle, run_policy
+from control_simulator.traffic import (
+    HELD_OUT,
+    MACHINES,
+    MOST,
+    PROCESSES,
+    Process,
+    level,
+    recorded,
+    steady,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from leadout.control.acceptance import AcceptanceCurve
-from leadout.control.estimate import Outcome
-from leadout.control.machines import MACHINES
+from leadout.control.acceptance_model import AcceptanceCurve, Outcome
 from leadout.control.policy import Policy, Seat
-from leadout.control.processes import HELD_OUT, MOST, PROCESSES, Process, level, recorded, steady
-from leadout.control.simulator import Machine, run_bare, run_oracle, run_policy
 from leadout.provenance import Provenance
 
 BATCHES = (1, 2, 4, 8, 16, 32)

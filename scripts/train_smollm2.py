@@ -18,8 +18,7 @@ from pathlib import Path
 
 from leadout.data.manifest import DataFolder
 from leadout.provenance import Provenance
-from leadout.train.log import read_log
-from leadout.train.report import curves_of
+from leadout.train.progress import curves_of, read_log
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"

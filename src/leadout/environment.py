@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from leadout.engine.facts import EngineFacts, ask_engine
-from leadout.engine.support import SUPPORTED
+from leadout.engine.vllm_adapter import SUPPORTED, EngineFacts, ask_engine
 from leadout.version import __version__, installed_version
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")

@@ -19,8 +19,10 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from leadout.errors import LeadoutError
 
-class ShardError(ValueError):
+
+class ShardError(LeadoutError):
     """A shard that cannot be read, or a place that cannot be written."""
 
 

@@ -9,10 +9,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from leadout.checkpoints.registry import Registry
 from leadout.engine.admin import KEY, AdminPlugin
-from leadout.engine.serving_drafter import ServingDrafter
-from leadout.engine.swap import Swapper
+from leadout.engine.hot_swap import Swapper
+from leadout.engine.rollout import ServingDrafter
+from leadout.registry import Registry
 from support.models import tiny_llama
 from support.two_workers import TwoWorkers
 from support.version_registry import publish, with_nan

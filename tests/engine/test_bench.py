@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.bench.result import BenchResult
-from leadout.bench.rounds import ROUNDS, Measured, RoundsFile
+from leadout.bench.results import ROUNDS, BenchResult, Measured, RoundsFile
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.processes import Process, family_of, wait_until_gone
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
@@ -85,7 +84,7 @@ def _kill_on_its_way(words: list[str], rounds: Path) -> tuple[list[Process], lis
 
 def test_a_kill_leaves_no_server_and_no_generator(story: Story) -> None:
     assert sum("EngineCore" in process.command for process in story.killed) == 2
-    assert any("leadout.engine.load" in process.command for process in story.killed)
+    assert any("leadout.engine.load_test" in process.command for process in story.killed)
     assert story.left_by_kill == []
 
 

@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 
-from leadout.captured import read_info, segments
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.checkpoints.registry import Registry
-from leadout.engine.capture_settings import CaptureSettings
-from leadout.engine.live_settings import LiveSettings
-from leadout.engine.newcomers import ServedNumbers
-from leadout.engine.registry_settings import RegistrySettings
-from leadout.engine.sections import CAPTURE, LIVE, REGISTRY, SCHEDULER, Section, with_section
+from leadout.engine.capture_store import read_info, segments
+from leadout.engine.rollout import ServedNumbers
+from leadout.engine.settings import (
+    CAPTURE,
+    LIVE,
+    REGISTRY,
+    SCHEDULER,
+    CaptureSettings,
+    LiveSettings,
+    RegistrySettings,
+    Section,
+    with_section,
+)
 from leadout.engine.small_files import read_small, small_file
+from leadout.models import fingerprint
+from leadout.registry import Registry
 from leadout.shards import Sample, read_shard
 from support.models import tiny_llama
 from support.version_registry import CONFIG, publish

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from leadout.check import lossless, parity
-from leadout.check.engines import EngineRuns, run_engines
+from leadout.check.run import EngineRuns, run_engines
+from leadout.engine.draft_recorder import read_texts
+from leadout.engine.offline import Recording, SessionRequest, run_session_apart
 from leadout.engine.plugin import SWITCH
-from leadout.engine.recorded import read_texts
-from leadout.engine.session import Recording, SessionRequest, run_session_apart
-from leadout.train.states import load_model
+from leadout.evaluate.hidden_states import load_model
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
-from leadout.data import job
+from leadout.data import generate as job
 from leadout.data.chat import Chat
 from leadout.data.manifest import DataFolder, shard_path
-from leadout.engine.generate import Ask, EngineStartError, TextEngine
+from leadout.engine.offline import Ask, EngineStartError, TextEngine
 from support.prompts import PROMPTS
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, write_tiny_chat_target
 

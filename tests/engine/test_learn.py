@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from leadout.checkpoints.ledger import read_ledger
-from leadout.checkpoints.registry import Registry
-from leadout.learn.evidence import prove_lossless
+from leadout.learn.gate import prove_lossless
+from leadout.registry import Registry, read_ledger
 from support.learn_world import NEW, World, make_world, requests, start, write_capture
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -45,7 +44,7 @@ def test_two_processes_learn_and_vllm_proves_the_candidate(world: World, tmp_pat
 
 def test_an_answer_that_changes_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter cannot change answers, so here the engine's answers are changed."""
-    from leadout.learn import evidence
+    from leadout.learn import gate as evidence
 
     real = evidence.run_session_apart
 

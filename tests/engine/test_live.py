@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from leadout.checkpoints import write_checkpoint
 from leadout.control.policy import Decision, Policy
-from leadout.engine.live_settings import LiveSettings, engine_settings
 from leadout.engine.scheduler import LiveAsyncScheduler, LiveScheduler
+from leadout.engine.settings import LiveSettings, engine_settings
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import ROOT, tiny_llama
 

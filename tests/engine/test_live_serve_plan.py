@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.control.tuned import Model, write_tuned
-from leadout.engine.live_settings import LiveSettings, settings_of
+from leadout.control.tuned_file import Model, write_tuned
 from leadout.engine.pair import UnfitPairError
-from leadout.engine.sections import SCHEDULER
-from leadout.engine.serve import Plan, Request, make_plan, vllm_config_of
+from leadout.engine.serve_plan import Plan, Request, make_plan, vllm_config_of
+from leadout.engine.settings import SCHEDULER, LiveSettings, settings_of
+from leadout.models import fingerprint
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.models import tiny_llama
 from support.tuned_files import a_tuning

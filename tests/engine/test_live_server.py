@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from leadout.engine import capture_counters
-from leadout.engine.serve import Request, make_plan
+from leadout.engine.metrics import capture_families
+from leadout.engine.serve_plan import Request, make_plan
 from leadout.engine.server import Server
 from support.ops_files import scraped_metrics
 from support.shared import QUICK_DRAFTER, first_turns
@@ -77,5 +77,5 @@ def test_rules_and_dashboard_ask_for_what_a_server_has(server: Server) -> None:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     shown = {line.partition("{")[0] for line in lines if not line.startswith("#")}
-    with_capture = {f"{family.name}_total" for family in capture_counters.families()}
+    with_capture = {f"{family.name}_total" for family in capture_families()}
     assert scraped_metrics() - shown == with_capture

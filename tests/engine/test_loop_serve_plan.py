@@ -10,22 +10,21 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from leadout.captured import INFO, CaptureInfo
 from leadout.checkpoints import CheckpointError
-from leadout.checkpoints.registry import Registry
 from leadout.cli.app import app
-from leadout.engine import serve_flags
-from leadout.engine.capture_settings import CaptureSettings
+from leadout.engine import vllm_flags as serve_flags
+from leadout.engine.capture_store import INFO, CaptureInfo
 from leadout.engine.pair import UnfitPairError
-from leadout.engine.sections import SCHEDULER, WORKER_EXTENSION
-from leadout.engine.serve import Plan, Request, make_plan
-from leadout.engine.serve_flags import (
+from leadout.engine.serve_plan import Plan, Request, make_plan
+from leadout.engine.settings import SCHEDULER, WORKER_EXTENSION, CaptureSettings
+from leadout.engine.vllm_flags import (
     PLUGINS,
     Parts,
     RegistrySettings,
     endpoints_let_in,
     environment_for,
 )
+from leadout.registry import Registry
 from support.models import tiny_llama
 from support.version_registry import publish
 

@@ -32,7 +32,7 @@ STOCK = [
     "vllm.model_executor.models.qwen3_dflash",
     "vllm.transformers_utils.configs.speculators.algos",
 ]
-OURS = ["leadout.engine.drafter", "leadout.engine.formats"]
+OURS = ["leadout.engine.draft_model", "leadout.engine.plugin"]
 
 
 def test_switched_off_and_unsupported_leave_vllm_untouched() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.bench.result import BenchResult
+from leadout.bench.results import BenchResult
 from leadout.engine.server import free_port
 from support.models import ROOT
 
@@ -116,7 +116,7 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         script.append(f"echo $? > code-{number}")
     (folder / "script.sh").write_text("\n".join(script) + "\n")
     guards_end, lifeline = os.pipe()
-    guard = [sys.executable, "-m", "leadout.engine.guard", str(guards_end), "--"]
+    guard = [sys.executable, "-m", "leadout.engine.child_process", str(guards_end), "--"]
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

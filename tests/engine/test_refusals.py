@@ -10,7 +10,7 @@ import pytest
 
 from leadout.checkpoints import CheckpointError, write_checkpoint
 from leadout.engine.pair import UnfitPairError
-from leadout.engine.serve import Plan, Request, make_plan
+from leadout.engine.serve_plan import Plan, Request, make_plan
 from leadout.pairing import TargetFacts, read_target
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.faults import (

@@ -18,9 +18,8 @@ from vllm.transformers_utils.configs.speculators.algos import update_dflash
 from leadout.checkpoints import convert, load_drafter
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
-from leadout.engine.formats import FLAG
-from leadout.engine.plugin import SWITCH
-from leadout.train.narrow import narrow
+from leadout.engine.plugin import FLAG, SWITCH
+from leadout.train.draft_vocab import narrow
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import ROOT
 from support.shared import QUICK_DRAFTER, chat_tokens, first_turns

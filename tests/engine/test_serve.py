@@ -107,7 +107,7 @@ def test_leadout_serve_writes_the_same_text_and_shows_acceptance(
 
 def test_leadout_serve_has_become_the_server(leadout_server: Server) -> None:
     family = family_of(os.getpid())
-    (guard,) = [process for process in family if "leadout.engine.guard" in process.command]
+    (guard,) = [process for process in family if "leadout.engine.child_process" in process.command]
     first_born = family_of(guard.pid)[1]
     # The process that the guard started as `leadout serve` is the server now.
     assert "-m leadout serve" in guard.command

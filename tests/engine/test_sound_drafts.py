@@ -9,7 +9,7 @@ import torch
 
 from leadout.checkpoints import write_checkpoint
 from leadout.engine.scheduler import SoundDrafts
-from leadout.engine.sections import SCHEDULER
+from leadout.engine.settings import SCHEDULER
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import tiny_llama
 

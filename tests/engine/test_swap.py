@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from leadout.captured import segments
-from leadout.checkpoints.ledger import Entry, read_ledger
-from leadout.checkpoints.registry import MANIFEST, Registry
 from leadout.engine.admin import KEY
-from leadout.engine.capture_settings import CaptureSettings
-from leadout.engine.serve import Request, make_plan
+from leadout.engine.capture_store import segments
+from leadout.engine.serve_plan import Request, make_plan
 from leadout.engine.server import Server
+from leadout.engine.settings import CaptureSettings
+from leadout.registry import MANIFEST, Entry, Registry, read_ledger
 from leadout.shards import read_shard
 from support.http_load import answer, call, under_load
 from support.models import tiny_llama

@@ -13,8 +13,8 @@ import torch
 
 from leadout.checkpoints import load_drafter, read_checkpoint, write_checkpoint
 from leadout.data.manifest import DataFolder
-from leadout.engine.session import SessionRequest, run_session_apart
-from leadout.train.initial import new_drafter
+from leadout.engine.offline import SessionRequest, run_session_apart
+from leadout.train.init import new_drafter
 from support.tiny_chat import MASK_TOKEN
 from support.tiny_data import write_predictable_target
 

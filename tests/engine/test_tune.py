@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.control.tuned import Model, Tuned, read_tuned, write_tuned
+from leadout.control.tuned_file import Model, Tuned, read_tuned, write_tuned
 from leadout.engine.calibration import CalibrationRequest, CalibrationResult, calibrate_apart
-from leadout.engine.serve import Request, make_plan
-from leadout.tune.command import prepare
-from leadout.tune.measure import Subject, tuned_of
-from leadout.tune.request import TuneRequest
+from leadout.engine.serve_plan import Request, make_plan
+from leadout.models import fingerprint
+from leadout.tune.run import Subject, prepare, tuned_of
+from leadout.tune.settings import TuneRequest
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.control.tuned import Model, Tuned, TunedFileError, write_tuned
-from leadout.engine.folders import ModelNotFoundError
+from leadout.control.tuned_file import Model, Tuned, TunedFileError, write_tuned
 from leadout.engine.pair import UnfitPairError
-from leadout.engine.serve import NOTHING_TO_DRAFT, Plan, Request, make_plan
-from leadout.engine.tuned_speculation import speculation_by, table_up_to
+from leadout.engine.serve_plan import NOTHING_TO_DRAFT, Plan, Request, make_plan
+from leadout.engine.vllm_flags import speculation_by, table_up_to
+from leadout.models import ModelNotFoundError, fingerprint
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.models import tiny_llama
 from support.tuned_files import a_tuning

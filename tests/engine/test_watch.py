@@ -18,13 +18,13 @@ from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from leadout.engine import watch
+from leadout.engine import metrics as watch
 from leadout.engine.capture import CaptureNumbers
-from leadout.engine.live_numbers import LiveNumbers, numbers_file, write_numbers
+from leadout.engine.live import LiveNumbers, numbers_file, write_numbers
+from leadout.engine.metrics import AcceptanceWatch
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import Server, server_command
 from leadout.engine.small_files import small_file, write_small
-from leadout.engine.watch import AcceptanceWatch
 from support.shared import QUICK_DRAFTER, first_turns
 
 K = 3

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.dflash.target import Target
-from leadout.engine.swap_worker import replace_weights
+from leadout.engine.hot_swap import replace_weights
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import tiny_llama

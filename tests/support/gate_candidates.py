@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from leadout.checkpoints import load_drafter, load_weights, read_checkpoint, write_checkpoint
+from leadout.evaluate.blocks import split
 from leadout.shards import Sample
-from leadout.train.sequences import split
 from support.drafters import random_drafter
 from support.learn_world import NEW, SETTINGS_OF_FIRST, World, requests, train
 

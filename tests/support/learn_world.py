@@ -15,20 +15,20 @@ from pathlib import Path
 
 import torch
 
-from leadout.captured import INFO, SOURCE, CaptureInfo, sample_id, segment_name
 from leadout.check.result import Lossless
 from leadout.checkpoints import load_drafter
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.checkpoints.registry import Registry
 from leadout.data.manifest import DataFolder
 from leadout.dflash.generate import generate
+from leadout.engine.capture_store import INFO, SOURCE, CaptureInfo, sample_id, segment_name
+from leadout.evaluate.blocks import Split, split
+from leadout.evaluate.ranks import Ranks
 from leadout.learn.promote import start_registry
+from leadout.models import fingerprint
+from leadout.registry import Registry
 from leadout.shards import Sample, Samples, ShardWriter
 from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS, write_best
-from leadout.train.ranks import Ranks
 from leadout.train.run import Corpus, Run, resolve
-from leadout.train.sequences import Split, split
 from support.models import TINY_VOCAB
 from support.tiny_chat import MASK_TOKEN
 from support.tiny_data import SOURCES, loaded, write_data, write_predictable_target

@@ -17,7 +17,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from leadout.control.policy import Decision, Policy
-    from leadout.engine.live_settings import LiveSettings, engine_settings
+    from leadout.engine.settings import LiveSettings, engine_settings
 
     most = int(draft_tokens)
     draws = random.Random(0)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from leadout.engine.guard import descendants
+from leadout.engine.child_process import descendants
 
 
 @dataclass(frozen=True)

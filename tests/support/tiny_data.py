@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from leadout.checkpoints.fingerprint import fingerprint
 from leadout.data.manifest import (
     DataFolder,
     Job,
@@ -23,6 +22,7 @@ from leadout.data.manifest import (
 from leadout.dflash import verify
 from leadout.dflash.generate import GREEDY, generate
 from leadout.dflash.target import Target
+from leadout.models import fingerprint
 from leadout.shards import Sample, ShardWriter
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, write_tiny_chat_target
 

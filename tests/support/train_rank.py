@@ -12,10 +12,9 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from leadout.data.manifest import DataFolder
+from leadout.evaluate.ranks import Ranks, joined_ranks
 from leadout.train.config import TrainConfig
-from leadout.train.loop import sequences_of_step
-from leadout.train.optimizer import sum_over_ranks
-from leadout.train.ranks import Ranks, joined_ranks
+from leadout.train.loop import sequences_of_step, sum_over_ranks
 from leadout.train.run import Run, read_corpus, resolve
 from support.models import TINY_VOCAB
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from leadout.control.acceptance import AcceptanceCurve
-from leadout.control.interval import Interval
-from leadout.control.table import choose_table
-from leadout.control.tuned import Acceptance, CostCurves, Model, PrefillLaw, Tuned
+from leadout.control.acceptance_model import AcceptanceCurve
+from leadout.control.tuned_file import (
+    Acceptance,
+    CostCurves,
+    Model,
+    PrefillLaw,
+    Tuned,
+    choose_table,
+)
 from leadout.provenance import Provenance
+from leadout.stats import Interval
 from leadout.version import installed_versions
 
 BATCHES = (1, 2, 4, 8, 16)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from leadout.checkpoints.registry import Registry
-from leadout.engine.staged import Staged, read_version
+from leadout.engine.hot_swap import Staged, read_version
+from leadout.registry import Registry
 from support.version_registry import CONFIG
 
 

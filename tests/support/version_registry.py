@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from leadout.checkpoints import write_checkpoint
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.checkpoints.registry import Manifest, Promise, Registry
+from leadout.models import fingerprint
+from leadout.registry import Manifest, Promise, Registry
 from support.drafters import TINY_DRAFTER, random_drafter
 
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)  # for `tiny_llama`

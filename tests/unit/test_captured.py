@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from leadout.captured import INFO, CaptureInfo, read_info, sample_id, segment_name, segments
+from leadout.engine.capture_store import (
+    INFO,
+    CaptureInfo,
+    read_info,
+    sample_id,
+    segment_name,
+    segments,
+)
 from leadout.shards import ShardError
 
 EARLY = datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC)

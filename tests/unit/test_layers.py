@@ -41,7 +41,7 @@ def test_the_package_keeps_its_layers(copied_tree: Path) -> None:
         ),
         ("environment.py", "import vllm.envs", "Only the engine room imports vLLM"),
         ("dflash/config.py", "import transformers", "The algorithm needs torch only"),
-        ("dflash/config.py", "import leadout.engine.support", "Layers import downwards only"),
+        ("dflash/config.py", "import leadout.engine.vllm_adapter", "Layers import downwards only"),
         ("engine/guard.py", "import leadout.cli.env", "Layers import downwards only"),
         ("control/gain.py", "import torch", "The policy needs neither torch nor an engine"),
         ("attic.py", "x = 1", "Layers import downwards only"),

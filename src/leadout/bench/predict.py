@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from leadout.bench.settings import Arm
-from leadout.control.costs import StepCosts
-from leadout.control.table import Range
-from leadout.control.tuned import PrefillLaw, Tuned
+from leadout.control.cost_model import StepCosts
+from leadout.control.tuned_file import PrefillLaw, Range, Tuned
 
 CLOSE = 0.15  # a prediction this near to the measured speed-up counts as right
 

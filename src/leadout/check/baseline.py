@@ -15,12 +15,19 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from leadout.check.acceptance import AcceptanceTable, Interval
-from leadout.check.diagnose import GRAVE_GAIN, SMALLEST_GAIN
-from leadout.check.findings import Evidence, Finding, Gravity, verdict_of
-from leadout.check.request import CheckError
-from leadout.check.result import CheckResult, OfflineAcceptance
-from leadout.pairing.names import same_model
+from leadout.check.diagnosis import GRAVE_GAIN, SMALLEST_GAIN
+from leadout.check.result import (
+    CheckError,
+    CheckResult,
+    Evidence,
+    Finding,
+    Gravity,
+    OfflineAcceptance,
+    verdict_of,
+)
+from leadout.evaluate.acceptance import AcceptanceTable
+from leadout.models import same_model
+from leadout.stats import Interval
 
 
 class BaselineError(CheckError):

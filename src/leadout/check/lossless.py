@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leadout.check.findings import Finding, Gravity
-from leadout.check.result import Divergence, Lossless
+from leadout.check.result import Divergence, Finding, Gravity, Lossless
 
 ULPS = 4
 

@@ -9,16 +9,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from leadout.check.acceptance import Gain, TextAcceptance, paired_gain
 from leadout.check.hypotheses import Variant
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Observation, Target
-from leadout.train.borrowed import Borrowed, TargetFiles, borrow
-from leadout.train.forward import BlockForward
-from leadout.train.sequences import TrainingSequence
-from leadout.train.states import ComputedStates, Indexed
-from leadout.train.validate import accepted_drafts, along_decoding
+from leadout.evaluate.acceptance import (
+    Gain,
+    TextAcceptance,
+    accepted_drafts,
+    along_decoding,
+    paired_gain,
+)
+from leadout.evaluate.blocks import BlockForward, TrainingSequence
+from leadout.evaluate.hidden_states import ComputedStates, Indexed
+from leadout.evaluate.target_weights import Borrowed, TargetFiles, borrow
 
 Report = Callable[[], None]
 

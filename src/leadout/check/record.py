@@ -7,11 +7,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from leadout.check.findings import Finding, Gravity
-from leadout.check.target_files import has_weights
-from leadout.check.tokens import TokenFiles
+from leadout.check.result import Finding, Gravity
+from leadout.check.target_files import TokenFiles, has_weights
 from leadout.checkpoints import Checkpoint
-from leadout.checkpoints.fingerprint import fingerprint
+from leadout.models import fingerprint
 
 RECORD = "training.json"
 THINKING_SWITCH = "enable_thinking"  # what templates with two modes read

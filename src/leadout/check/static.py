@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leadout.check.findings import Finding, Gravity
 from leadout.check.record import record_findings
-from leadout.check.target_files import weight_file_findings
-from leadout.check.tokens import TokenFiles, mask_findings, read_token_files, vocabulary_findings
+from leadout.check.result import Finding, Gravity
+from leadout.check.target_files import (
+    TokenFiles,
+    mask_findings,
+    read_token_files,
+    vocabulary_findings,
+    weight_file_findings,
+)
 from leadout.check.weights import weight_findings
 from leadout.checkpoints import (
     Checkpoint,
@@ -15,7 +20,7 @@ from leadout.checkpoints import (
     UnsupportedCheckpointError,
     read_checkpoint,
 )
-from leadout.engine.support import SUPPORTED, installed_distribution, is_supported
+from leadout.engine.vllm_adapter import SUPPORTED, installed_distribution, is_supported
 from leadout.environment import known_troubles
 from leadout.pairing import EngineSettings, Pair, Severity, TargetFacts, examine, read_target
 from leadout.pairing.target import read_any_config

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leadout.check.findings import Finding, Gravity
+from leadout.check.result import Finding, Gravity
 from leadout.checkpoints import Checkpoint, CheckpointError
 from leadout.checkpoints.store import read_tensors
 from leadout.checkpoints.tensors import DRAFT_TO_TARGET, TARGET_TO_DRAFT, require_vocabulary

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from leadout.checkpoints import speculators, zlab
+from leadout.checkpoints.config_fields import JsonObject, naming_the_file, read_json_object
+from leadout.checkpoints.decoder_config import FILE_NAMES
 from leadout.checkpoints.errors import NOTHING, CheckpointError
-from leadout.checkpoints.fields import naming_the_file
-from leadout.checkpoints.reading import FILE_NAMES
-from leadout.checkpoints.relatives import refuse_relatives
 from leadout.checkpoints.store import (
     CONFIG,
     list_tensors,
@@ -22,7 +21,6 @@ from leadout.checkpoints.store import (
     refuse_existing,
     write_folder,
 )
-from leadout.checkpoints.strict_json import JsonObject, read_json_object
 from leadout.checkpoints.tensors import (
     DRAFT_TO_TARGET,
     TARGET_TO_DRAFT,
@@ -35,6 +33,7 @@ from leadout.checkpoints.tensors import (
     take_inventory,
     target_marks,
 )
+from leadout.checkpoints.unsupported import refuse_relatives
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 

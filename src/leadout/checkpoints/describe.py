@@ -7,8 +7,8 @@ from itertools import groupby
 from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints.checkpoint import Checkpoint
+from leadout.checkpoints.decoder_config import describe_rope
 from leadout.checkpoints.errors import printable
-from leadout.checkpoints.rope import describe_rope
 from leadout.dflash.config import LayerAttention
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from leadout.errors import LeadoutError
+
 _LONGEST_SHOWN = 160
 
 
@@ -19,7 +21,7 @@ class Words(str):
 NOTHING = Words("nothing")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(LeadoutError):
     """A checkpoint that cannot be read or written as it stands.
 
     Names the file or folder, the config field or tensor, the value found, the value wanted, and

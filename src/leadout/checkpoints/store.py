@@ -7,7 +7,6 @@ next to it that the Hugging Face cache uses.
 from __future__ import annotations
 
 import json
-import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,13 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leadout.checkpoints.config_fields import JsonObject, read_json_object
 from leadout.checkpoints.errors import (
     NOTHING,
     CheckpointError,
     UnsupportedCheckpointError,
     Words,
 )
-from leadout.checkpoints.strict_json import JsonObject, read_json_object
+from leadout.files import replacing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -230,24 +230,3 @@ def _opened(path: Path) -> Iterator[Any]:
             "a whole safetensors file",
             _DOWNLOAD_AGAIN,
         ) from None
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path in the same folder that takes the final name once it is on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield temporary
-        _flush_to_disk(temporary)
-        temporary.replace(path)
-        _flush_to_disk(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _flush_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from leadout.checkpoints.errors import NOTHING, CheckpointError, Words
-from leadout.checkpoints.relatives import relative_of_tensor, unsupported
 from leadout.checkpoints.store import StoredTensor, read_tensors
+from leadout.checkpoints.unsupported import relative_of_tensor, unsupported
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 

@@ -1,33 +1,114 @@
-"""z-lab's format: a Qwen3 config with a `dflash_config`, read by `dflash` and by vLLM.
-
-Both readers pass the file through transformers' Qwen3Config, so its defaults are this format's
-defaults. Draft fields may lie in `dflash_config` or, in older files, at the top level.
-"""
+"""The fields of z-lab's config.json and their types; see `zlab` for what they mean together."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from leadout.checkpoints.errors import NOTHING, CheckpointError
-from leadout.checkpoints.fields import agreed, keep_inert, naming_the_file, validated
-from leadout.checkpoints.reading import (
+from leadout.checkpoints.config_fields import (
+    Block,
+    Epsilon,
+    Heads,
+    JsonObject,
+    LayerIds,
+    Layers,
+    LayerTypes,
+    Multiplier,
+    Positions,
+    Rows,
+    StrictFields,
+    TokenId,
+    Width,
+    agreed,
+    keep_inert,
+    naming_the_file,
+    validated,
+)
+from leadout.checkpoints.decoder_config import (
     FILE_NAMES,
     FULL,
     SLIDING,
     ConfigReading,
+    RopeFields,
+    read_rope,
     require_layer_types,
     write_decoder,
 )
-from leadout.checkpoints.relatives import unsupported, without_features
-from leadout.checkpoints.rope import RopeFields, read_rope
-from leadout.checkpoints.strict_json import JsonObject
-from leadout.checkpoints.zlab_fields import (
-    DEFAULT_WINDOW,
-    WORTH_STATING,
-    DraftFields,
-    ModelFields,
-)
+from leadout.checkpoints.errors import NOTHING, CheckpointError
+from leadout.checkpoints.unsupported import unsupported, without_features
 from leadout.dflash.config import DrafterConfig, LayerAttention
+
+DEFAULT_WINDOW = 4096  # in Qwen3Config
+
+
+class DraftFields(StrictFields, extra="forbid"):
+    """`dflash_config`: every field in it is about DFlash, so an unknown one is refused."""
+
+    target_layer_ids: LayerIds | None = None
+    num_target_layers: Layers | None = None
+    mask_token_id: TokenId | None = None
+    block_size: Block | None = None
+    input_embedding_scale: Multiplier | None = None
+    output_multiplier: Multiplier | None = None
+    final_logit_softcapping: float | None = None
+    use_swa: bool | None = None
+    swa_window_size: Positions | None = None
+    causal: bool | None = None
+    # About training or the target; no reader computes with them.
+    num_anchors: int | None = None
+    max_anchors: int | None = None
+    loss_decay_gamma: float | None = None
+    backbone_rotary_base: float | None = None
+
+
+class ModelFields(StrictFields):
+    """The top level; a default is the one of Qwen3Config."""
+
+    model_type: str = "qwen3"
+    hidden_size: Width = 4096
+    intermediate_size: Width = 22016
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Heads = 32
+    num_key_value_heads: Heads | None = 32  # null: as many as attention heads
+    head_dim: Width = 128
+    v_head_dim: Width | None = None
+    rms_norm_eps: Epsilon = 1e-6
+    attention_bias: bool = False
+    max_position_embeddings: Positions = 32768
+    vocab_size: Rows = 151936
+    draft_vocab_size: Rows | None = None
+    target_hidden_size: Width | None = None
+
+    rope_theta: float | None = None
+    rope_parameters: JsonObject | None = None
+    rope_scaling: JsonObject | None = None
+    partial_rotary_factor: float | None = None
+
+    layer_types: LayerTypes | None = None
+    sliding_window: Positions | None = DEFAULT_WINDOW
+    use_sliding_window: bool | None = None
+    max_window_layers: int = 28
+    is_causal: bool | None = None
+
+    target_layer_ids: LayerIds | None = None
+    num_target_layers: Layers | None = None
+    mask_token_id: TokenId | None = None
+    block_size: Block | None = None
+    input_embedding_scale: Multiplier | None = None
+    output_multiplier: Multiplier | None = None
+    final_logit_softcapping: float | None = None
+    eagle_aux_hidden_state_layer_ids: LayerIds | None = None
+
+
+# Absent, these silently take a default that the tensors or nobody can confirm.
+WORTH_STATING = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size",
+)  # fmt: skip
+
+# z-lab's format: a Qwen3 config with a `dflash_config`, read by `dflash` and by vLLM.
+#
+# Both readers pass the file through transformers' Qwen3Config, so its defaults are this format's
+# defaults. Draft fields may lie in `dflash_config` or, in older files, at the top level.
 
 ARCHITECTURE = "DFlashDraftModel"
 _DEFAULT_BLOCK_SIZE = 16  # in z-lab's code

@@ -55,21 +55,19 @@ def bench(
 
     Flags after `--` go to every server, for instance `-- --max-model-len 4096`.
     """
-    from leadout.cli import needs
+    from leadout.cli import options as needs
 
     needs.require("bench")
 
-    from leadout.bench import command
-    from leadout.bench.files import write_files
-    from leadout.bench.request import BenchRequest
-    from leadout.bench.settings import BenchError
-    from leadout.bench.show import BenchProgress, print_plan, print_result
+    from leadout.bench import run as command
+    from leadout.bench.report import BenchProgress, print_plan, print_result, write_files
+    from leadout.bench.settings import BenchError, BenchRequest
     from leadout.checkpoints import CheckpointError
-    from leadout.control.tuned import TunedFileError
+    from leadout.control.tuned_file import TunedFileError
     from leadout.data.prompts import PromptError
-    from leadout.engine.folders import ModelNotFoundError
-    from leadout.engine.load import LoadError
+    from leadout.engine.load_test import LoadError
     from leadout.engine.server import ServerError
+    from leadout.models import ModelNotFoundError
 
     request = BenchRequest(
         target=target,

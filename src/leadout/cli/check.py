@@ -60,26 +60,26 @@ def check(
     The exit code is the verdict: 0 fit, 1 doubtful, 2 unfit. It is 3 where the check itself could
     not be made, a wrong flag included.
     """
-    from leadout.bars import StageBars
-    from leadout.cli import needs
+    from leadout.cli import options as needs
+    from leadout.console import StageBars
 
     if not static:
         needs.require("check", exit_code=CANNOT)
     _require_sense(static, baseline, fix, {"--report": report, "--save": save})
 
     from leadout.check.baseline import read_baseline, require_same_pair
-    from leadout.check.command import check as make_check
-    from leadout.check.page import write_page
-    from leadout.check.request import CheckError, CheckRequest
-    from leadout.check.show import print_result
+    from leadout.check.report import print_result, write_page
+    from leadout.check.result import CheckError, CheckRequest
+    from leadout.check.run import check as make_check
     from leadout.checkpoints import CheckpointError
-    from leadout.checkpoints.store import refuse_existing, replacing
+    from leadout.checkpoints.store import refuse_existing
     from leadout.data.chat import TemplateError
     from leadout.data.prompts import PromptError
     from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.apart import DecodeError
-    from leadout.engine.folders import ModelNotFoundError
-    from leadout.engine.generate import EngineStartError
+    from leadout.engine.child_process import DecodeError
+    from leadout.engine.offline import EngineStartError
+    from leadout.files import replacing
+    from leadout.models import ModelNotFoundError
 
     request = CheckRequest(
         target=target,

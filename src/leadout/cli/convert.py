@@ -55,8 +55,8 @@ def _narrowed(
     frequent_in: Path | None,
 ) -> "tuple[Checkpoint, float]":
     from leadout.data.manifest import DataFolder
-    from leadout.engine.folders import local_folder
-    from leadout.train.narrow import narrow
+    from leadout.models import local_folder
+    from leadout.train.draft_vocab import narrow
 
     if to != "speculators":
         raise ValueError(

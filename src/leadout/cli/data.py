@@ -48,17 +48,16 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Let the target answer prompts, in batches, and keep every answer as token ids."""
-    from leadout.cli import needs
+    from leadout.cli import options as needs
 
     needs.require("data")
 
     from leadout.data.chat import TemplateError
-    from leadout.data.job import Request, make_data
+    from leadout.data.generate import DataProgress, Request, make_data, print_manifest
     from leadout.data.manifest import Sampling
     from leadout.data.prompts import PromptError
-    from leadout.data.show import DataProgress, print_manifest
-    from leadout.engine.folders import ModelNotFoundError
-    from leadout.engine.generate import EngineStartError
+    from leadout.engine.offline import EngineStartError
+    from leadout.models import ModelNotFoundError
     from leadout.shards import ShardError
 
     part, parts = _parts(shard)

@@ -7,7 +7,7 @@ def env(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Show versions, hardware, the vLLM model runner, and which commands are usable."""
-    from leadout.cli.needs import NEEDS
+    from leadout.cli.options import NEEDS
     from leadout.environment import collect, render
 
     report = collect(NEEDS)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from leadout.cli.fields import CommandWithFields, settings_of
+from leadout.cli.options import CommandWithFields, settings_of
 
 
 class LearnCommand(CommandWithFields):
@@ -47,22 +47,21 @@ def learn(
     if status:
         _show_status(registry, as_json)
         return
-    from leadout.cli import needs
+    from leadout.cli import options as needs
 
     needs.require("learn")
 
-    from leadout.bars import StageBars
     from leadout.checkpoints import CheckpointError
+    from leadout.console import StageBars
     from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.apart import DecodeError
-    from leadout.engine.folders import ModelNotFoundError
-    from leadout.learn.config import LearnConfig, LearnError
+    from leadout.engine.child_process import DecodeError
+    from leadout.evaluate.target_weights import MissingTensorError
+    from leadout.learn.config import LearnConfig, LearnError, LearnRequest
     from leadout.learn.cycle import learn as carry_out
     from leadout.learn.promote import start_registry
-    from leadout.learn.request import LearnRequest
-    from leadout.learn.show import print_result
+    from leadout.learn.report import print_result
+    from leadout.models import ModelNotFoundError
     from leadout.shards import ShardError
-    from leadout.train.borrowed import MissingTensorError
     from leadout.train.config import InvalidTrainConfigError
 
     try:
@@ -105,8 +104,7 @@ def learn(
 
 def _show_status(registry: Path, as_json: bool) -> None:
     from leadout.checkpoints import CheckpointError
-    from leadout.learn.show import print_status
-    from leadout.learn.status import read_status
+    from leadout.learn.report import print_status, read_status
 
     try:
         found = read_status(registry)

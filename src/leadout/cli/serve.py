@@ -53,7 +53,7 @@ def serve(
     import os
     import shlex
 
-    from leadout.cli import needs
+    from leadout.cli import options as needs
 
     needs.require("serve")
     servers_environment = dict(os.environ)
@@ -61,11 +61,11 @@ def serve(
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
     from leadout.checkpoints import CheckpointError
-    from leadout.control.tuned import TunedFileError
-    from leadout.engine.capture_settings import CaptureSettings
-    from leadout.engine.folders import ModelNotFoundError
+    from leadout.control.tuned_file import TunedFileError
     from leadout.engine.pair import UnfitPairError
-    from leadout.engine.serve import Request, make_plan
+    from leadout.engine.serve_plan import Request, make_plan
+    from leadout.engine.settings import CaptureSettings
+    from leadout.models import ModelNotFoundError
 
     typer.echo("leadout: examining target, drafter and settings, some seconds", err=True)
     kept = None

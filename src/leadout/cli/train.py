@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from leadout.cli.fields import CommandWithFields, settings_of
+from leadout.cli.options import CommandWithFields, settings_of
 
 
 class TrainCommand(CommandWithFields):
@@ -40,17 +40,17 @@ def train(
     For several processes or machines, start it with torchrun: torchrun --nproc-per-node 8 -m
     leadout train ...
     """
-    from leadout.cli import needs
+    from leadout.cli import options as needs
 
     needs.require("train")
 
     from leadout.checkpoints import CheckpointError
     from leadout.dflash.config import InvalidDrafterError
     from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.apart import DecodeError
-    from leadout.engine.folders import ModelNotFoundError
+    from leadout.engine.child_process import DecodeError
+    from leadout.evaluate.target_weights import MissingTensorError
+    from leadout.models import ModelNotFoundError
     from leadout.shards import ShardError
-    from leadout.train.borrowed import MissingTensorError
     from leadout.train.command import (
         RESOLVED,
         Command,
@@ -59,7 +59,7 @@ def train(
         carry_out,
     )
     from leadout.train.config import InvalidTrainConfigError, TrainConfig
-    from leadout.train.initial import NoMaskTokenError
+    from leadout.train.init import NoMaskTokenError
     from leadout.train.run import UnfitDataError
     from leadout.train.served import ServedDiffersError
 

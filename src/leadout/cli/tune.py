@@ -29,22 +29,21 @@ def tune(
 
     A page with plots is written beside the file.
     """
-    from leadout.bars import StageBars
-    from leadout.cli import needs
+    from leadout.cli import options as needs
+    from leadout.console import StageBars
 
     needs.require("tune")
 
     from leadout.checkpoints import CheckpointError
-    from leadout.control.tuned import write_tuned
+    from leadout.control.tuned_file import write_tuned
     from leadout.data.chat import TemplateError
     from leadout.data.prompts import PromptError
-    from leadout.engine.apart import DecodeError
-    from leadout.engine.folders import ModelNotFoundError
-    from leadout.tune.command import plan as make_plan
-    from leadout.tune.command import tune as make_tuned
-    from leadout.tune.page import write_page
-    from leadout.tune.request import TuneError, TuneRequest
-    from leadout.tune.show import print_tuned
+    from leadout.engine.child_process import DecodeError
+    from leadout.models import ModelNotFoundError
+    from leadout.tune.report import print_tuned, write_page
+    from leadout.tune.run import plan as make_plan
+    from leadout.tune.run import tune as make_tuned
+    from leadout.tune.settings import TuneError, TuneRequest
 
     if out.is_dir() or not out.parent.is_dir():
         typer.echo(

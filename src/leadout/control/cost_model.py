@@ -1,16 +1,185 @@
-"""Cost curves that learn from measured steps.
+"""Which drafts are worth verifying: the likeliest first, as long as tokens per second rise.
 
-They start from measured curves, or from a rough law scaled by the first step, and add to it what a
-Kalman filter finds in the differences: a constant, a price per request, for verifying any drafts,
-per verified draft (dearer past some points, where a machine leaves its memory-bound range), for
-drafting at all and per drafted token. A step far slower than expected is ignored, unless the steps
-after it agree.
+One more verified draft of a request brings its survival in tokens, whatever the others do, and
+survival only falls with the position. So the best n drafts of a batch are the n with the highest
+survival, and the first j of each request among them.
 """
 
 from __future__ import annotations
 
-from leadout.control.costs import StepCosts
-from leadout.control.split import Prices
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import truediv
+
+from leadout.errors import LeadoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds of a step at one batch size.
+
+    `verify[i]`: the target's pass with i x `stride` drafts in all; `draft[k]`: drafting k tokens
+    for every request; `step[k][i]`: both together.
+    """
+
+    batch: int
+    stride: int
+    verify: tuple[float, ...]
+    draft: tuple[float, ...]
+    step: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, batch: int, stride: int, verify: Sequence[float], draft: Sequence[float]) -> Prices:
+        step = tuple(tuple(pass_ + drafting for pass_ in verify) for drafting in draft)
+        return cls(batch, stride, tuple(verify), tuple(draft), step)
+
+    @property
+    def bare(self) -> float:
+        """A step that neither verifies nor drafts, but keeps the drafter's context."""
+        return self.step[0][0]
+
+
+Survival = Sequence[float]
+
+
+def rates(survivals: Sequence[Survival], caps: Sequence[int], prices: Prices) -> list[float]:
+    """Tokens per second by k, where k are drafted every step and the best of them verified."""
+    found = [prices.batch / prices.bare]
+    pool: list[float] = []
+    for k in range(1, len(prices.draft)):
+        pool += [survival[k - 1] for survival, cap in zip(survivals, caps, strict=True) if cap >= k]
+        pool.sort(reverse=True)
+        tokens = list(accumulate(pool, initial=float(prices.batch)))
+        found.append(max(map(truediv, tokens[:: prices.stride], prices.step[k])))
+    return found
+
+
+def least_worth(
+    survivals: Sequence[Survival], limits: Sequence[int], prices: Prices, rate: float
+) -> float:
+    """The survival from which on drafts are worth verifying.
+
+    A draft is worth the time in which `rate`, the tokens per second of the whole, brings as much.
+    """
+    pool: list[float] = []
+    for survival, limit in zip(survivals, limits, strict=True):
+        pool += survival[:limit]
+    pool.sort(reverse=True)
+    tokens = list(accumulate(pool, initial=0.0))[:: prices.stride]
+    # Fewer prices than drafts only where someone has more drafts than can be made.
+    worth = [gained - rate * spent for gained, spent in zip(tokens, prices.verify, strict=False)]
+    best = worth.index(max(worth))
+    # What one more would have to bring; others than those looked at may do so.
+    next_ = min(best, len(prices.verify) - 2)
+    price = rate * (prices.verify[next_ + 1] - prices.verify[next_]) / prices.stride
+    return min(price, pool[best * prices.stride - 1]) if best else price
+
+
+def verified(survivals: Sequence[Survival], limits: Sequence[int], least: float) -> list[int]:
+    """How many drafts each request verifies: those that survive well enough, up to its limit."""
+    found = []
+    for survival, limit in zip(survivals, limits, strict=True):
+        reach = 0
+        while reach < limit and survival[reach] >= least:
+            reach += 1
+        found.append(reach)
+    return found
+
+
+# What a step of the engine costs, in seconds, from measured points.
+#
+# A step verifies the drafts of the step before and drafts for the next one:
+#
+#     step(batch, drafts, k) = verify(batch, drafts) + draft(batch, k)
+#
+# `batch` is the number of requests that decode, `drafts` how many drafted tokens are verified
+# for all
+# of them together, `k` how many are drafted for each. `verify(batch, 0)` is a step of a bare
+# engine;
+# `draft(batch, 0)` is what keeping the drafter's context up costs while nothing is drafted.
+
+
+class NoCostsError(LeadoutError):
+    """A cost curve without a point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points joined by straight lines; beyond them, the nearest piece goes on."""
+
+    at: tuple[float, ...]  # ascending
+    values: tuple[float, ...]
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Line:
+        if not points:
+            raise NoCostsError("cost curve: found no point, wanted at least one")
+        places = sorted(points)
+        return cls(tuple(map(float, places)), tuple(points[place] for place in places))
+
+    def __call__(self, place: float) -> float:
+        if len(self.at) == 1:
+            return self.values[0]
+        right = min(max(bisect_left(self.at, place), 1), len(self.at) - 1)
+        left = right - 1
+        share = (place - self.at[left]) / (self.at[right] - self.at[left])
+        # A noisy last piece must not lead below zero, nor below the points themselves.
+        return max(
+            self.values[left] + share * (self.values[right] - self.values[left]),
+            min(self.values),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured points: `verify[batch][drafts of one request]`, `draft[batch][k]`."""
+
+    verify: Mapping[int, Mapping[int, float]]
+    draft: Mapping[int, Mapping[int, float]]
+    _verify: tuple[tuple[int, Line], ...] = field(init=False, repr=False, compare=False)
+    _draft: tuple[tuple[int, Line], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_verify", _lines(self.verify))
+        object.__setattr__(self, "_draft", _lines(self.draft))
+
+    def bare_seconds(self, batch: int) -> float:
+        return self.verify_seconds(batch, 0)
+
+    def verify_seconds(self, batch: int, drafts: float) -> float:
+        """The target's pass over `batch` requests and `drafts` drafted tokens in all."""
+        return _between_points(self._verify, batch, drafts / batch)
+
+    def draft_seconds(self, batch: int, k: float) -> float:
+        return _between_points(self._draft, batch, k)
+
+    def step_seconds(self, batch: int, k: int) -> float:
+        """A step that verifies k drafts of every request and drafts k again."""
+        return self.verify_seconds(batch, k * batch) + self.draft_seconds(batch, k)
+
+
+def _lines(curves: Mapping[int, Mapping[int, float]]) -> tuple[tuple[int, Line], ...]:
+    if not curves:
+        raise NoCostsError("step costs: found no batch size, wanted at least one")
+    return tuple((batch, Line.through(curves[batch])) for batch in sorted(curves))
+
+
+def _between_points(lines: Sequence[tuple[int, Line]], batch: int, place: float) -> float:
+    """Straight between the two measured batch sizes around `batch`."""
+    return Line.through({size: line(place) for size, line in lines})(batch)
+
+
+# Cost curves that learn from measured steps.
+#
+# They start from measured curves, or from a rough law scaled by the first step, and add to it
+# what a
+# Kalman filter finds in the differences: a constant, a price per request, for verifying any drafts,
+# per verified draft (dearer past some points, where a machine leaves its memory-bound range), for
+# drafting at all and per drafted token. A step far slower than expected is ignored, unless the
+# steps
+# after it agree.
 
 GRID = 8  # points between one verified draft per request and the next, at most
 KNEES = (64, 256)  # tokens of a pass past which each may cost more

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from leadout.errors import LeadoutError
+
 MARK = "leadout-user-turn"  # stands for a user's text while the template is taken apart
 
 
-class TemplateError(ValueError):
+class TemplateError(LeadoutError):
     """The target's chat template is missing or cannot be used as asked."""
 
 

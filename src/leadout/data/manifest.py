@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from leadout.checkpoints.store import replacing
+from leadout.files import replacing
 from leadout.shards import Samples, ShardError
 
 

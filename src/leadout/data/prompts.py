@@ -17,11 +17,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from leadout.errors import LeadoutError
+
 SELF = "self"
 _FILE_SUFFIX = ".jsonl"
 
 
-class PromptError(ValueError):
+class PromptError(LeadoutError):
     """A prompt source that cannot be read as one."""
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from leadout.errors import LeadoutError
 
-class InvalidDrafterError(ValueError):
+
+class InvalidDrafterError(LeadoutError):
     """A drafter description that cannot be: names the field, the value found, the value wanted."""
 
     def __init__(self, field: str, found: object, wanted: str) -> None:

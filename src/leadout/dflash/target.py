@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from leadout.errors import LeadoutError
+
 # Where a wrapper may keep the decoder it wraps.
 _INNER_NAMES = ("language_model", "text_model", "decoder", "model")
 
 
-class UnsupportedTargetError(ValueError):
+class UnsupportedTargetError(LeadoutError):
     """The model, or the layers asked of it, cannot serve as a target."""
 
 

@@ -22,13 +22,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from leadout.checkpoints import read_checkpoint
-from leadout.engine.follow import Follower
-from leadout.engine.newcomers import NUMBERS
+from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
 from leadout.engine.plugin import SWITCH
-from leadout.engine.registry_settings import registry_of, version_at_start
-from leadout.engine.serving_drafter import ServingDrafter
+from leadout.engine.rollout import NUMBERS, Follower, ServingDrafter
+from leadout.engine.settings import registry_of, version_at_start
 from leadout.engine.small_files import small_file
-from leadout.engine.swap import SwapFailedError, Swapper, SwapRefusedError
 
 logger = logging.getLogger("vllm.leadout")  # governed by VLLM_LOGGING_LEVEL
 

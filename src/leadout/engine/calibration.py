@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.engine.apart import Report, run_apart, say_progress, say_result
-from leadout.engine.generate import Ask, TextEngine
+from leadout.engine.child_process import Report, run_apart, say_progress, say_result
+from leadout.engine.offline import Ask, TextEngine
 
 # Of a turn; the first step after the other engine's is not timed, as caches are the other's.
 BARE_STEPS, DRAFTING_STEPS = 4, 7
@@ -100,8 +100,8 @@ class TimedEngine(TextEngine):
     """An engine whose scheduler notes what each step did."""
 
     def __init__(self, request: CalibrationRequest, drafter: str | None) -> None:
-        from leadout.engine.calibration_scheduler import NAME
-        from leadout.pairing.server_rules import batched_tokens_for
+        from leadout.engine.scheduler import NAME
+        from leadout.pairing.rules import batched_tokens_for
 
         needed = batched_tokens_for(request.max_batch, request.draft_tokens)
         super().__init__(

@@ -1,22 +1,137 @@
-"""Live control between vLLM's scheduler and the policy: who is there, what was done, what came.
-
-Knows vLLM's requests only by their fields, and no vLLM module. The scheduler asks before a step and
-tells after it; everything here may fail without harm, see `scheduler`.
-"""
+"""A request's own word on drafts: `vllm_xargs: {"leadout_draft": "off"}`, or a number at most."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leadout.control.copying import CopyIndex
-from leadout.control.estimate import Outcome
+from pydantic import BaseModel, ConfigDict
+
+from leadout.control.acceptance_model import Outcome
 from leadout.control.policy import Decision, Policy, Seat
-from leadout.engine.live_numbers import LiveNumbers, NumbersWindow, write_numbers
-from leadout.engine.steering import BadSteeringError, draft_cap
+from leadout.control.prompt_lookup import CopyIndex
+from leadout.engine.small_files import read_small, small_file, write_small
+from leadout.errors import LeadoutError
+
+NAME = "leadout_draft"
+OFF = "off"
+
+
+class BadSteeringError(LeadoutError):
+    """A value that says neither off nor a number of drafts."""
+
+
+def draft_cap(arguments: Mapping[str, Any] | None, most: int) -> int:
+    """The most drafts that a request wants verified in a step; `most` if it says nothing."""
+    asked = (arguments or {}).get(NAME)
+    if asked is None:
+        return most
+    if asked == OFF:
+        return 0
+    # Over HTTP a number may arrive as text; True is no number.
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        number = asked
+    elif isinstance(asked, str) and asked.isascii() and asked.isdigit():
+        number = int(asked)
+    else:
+        number = -1
+    if number < 0:
+        raise BadSteeringError(
+            f"{NAME} in vllm_xargs: found {asked!r}, wanted {OFF!r} or a whole number from 0 to "
+            f"{most}; the request is served as if it said nothing"
+        )
+    return min(number, most)
+
+
+# What live control did over the last minute, and the small file that carries it to `/metrics`.
+
+WINDOW_SECONDS = 60
+
+
+class LiveNumbers(BaseModel):
+    """Sums over the steps of the last minute; `gain` is the last estimate."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    written: float  # seconds of the epoch
+    steps: int = 0
+    drafted: int = 0  # K of each step, summed
+    made: int = 0  # drafts that could have been verified
+    verified: int = 0
+    copied: int = 0  # of the verified ones, those copied from the request's own text
+    accepted: int = 0
+    probes: int = 0
+    gain: float | None = None
+
+    @property
+    def draft_length(self) -> float:
+        """Drafted per request and step."""
+        return self.drafted / self.steps if self.steps else 0.0
+
+    @property
+    def skipped_share(self) -> float:
+        """Of the drafts that were made, those that were not worth verifying."""
+        return 1 - min(1.0, (self.verified - self.copied) / self.made) if self.made else 0.0
+
+    @property
+    def copied_share(self) -> float:
+        return self.copied / self.verified if self.verified else 0.0
+
+
+class NumbersWindow:
+    """Sums second by second; those older than a minute are forgotten."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[LiveNumbers] = deque()
+
+    def add(self, step: LiveNumbers) -> None:
+        second = int(step.written)
+        if not self._seconds or int(self._seconds[-1].written) < second:
+            self._seconds.append(LiveNumbers(written=second))
+        last = self._seconds[-1]
+        for name in _SUMMED:
+            setattr(last, name, getattr(last, name) + getattr(step, name))
+        last.gain = step.gain
+
+    def total(self, now: float) -> LiveNumbers:
+        while self._seconds and self._seconds[0].written <= now - WINDOW_SECONDS:
+            self._seconds.popleft()
+        total = LiveNumbers(written=now)
+        for second in self._seconds:
+            for name in _SUMMED:
+                setattr(total, name, getattr(total, name) + getattr(second, name))
+            total.gain = second.gain
+        return total
+
+
+_SUMMED = ("steps", "drafted", "made", "verified", "copied", "accepted", "probes")
+
+
+def numbers_file(instance: str, engine: int) -> Path:
+    return small_file("live", instance, engine)
+
+
+def write_numbers(numbers: LiveNumbers, path: Path) -> None:
+    write_small(numbers, path)
+
+
+def read_numbers(path: Path) -> LiveNumbers | None:
+    """None without a file, or with one that tells of nothing within the last minute."""
+    numbers = read_small(path, LiveNumbers)
+    if numbers is None or time.time() - numbers.written >= WINDOW_SECONDS:
+        return None
+    return numbers
+
+
+# Live control between vLLM's scheduler and the policy: who is there, what was done, what came.
+#
+# Knows vLLM's requests only by their fields, and no vLLM module. The scheduler asks before a
+# step and
+# tells after it; everything here may fail without harm, see `scheduler`.
 
 WRITE_SECONDS = 1.0
 LOG_SECONDS = 60.0

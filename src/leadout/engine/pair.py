@@ -13,7 +13,8 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.dflash.config import DrafterConfig
-from leadout.engine.folders import local_folder
+from leadout.errors import LeadoutError
+from leadout.models import local_folder
 from leadout.pairing import (
     EngineSettings,
     Finding,
@@ -31,7 +32,7 @@ logger = init_logger("vllm.leadout")
 FORGIVEN_AT_START = "batched-tokens"
 
 
-class UnfitPairError(ValueError):
+class UnfitPairError(LeadoutError):
     """Target, drafter and settings do not fit; the message names the rules and the remedies."""
 
 

@@ -1,20 +1,20 @@
-"""vLLM's scheduler with live control: it verifies and drafts what the policy finds worth it.
+"""No drafts in a step with a sampled request, on CPUs.
 
-vLLM calls `make_scheduler` (`scheduler_cls`) where it would make its own scheduler. What comes
-before vLLM's own class, or Leadout's with live control, follows from the sections of the settings,
-what comes between them from the machine (`sound_drafts`); without any, it is vLLM's own. An error
-in live control costs one log line; from then on the scheduler does what vLLM's does.
-
-When scheduling runs ahead of the model (`async_scheduling`), and always under the V2 runner, the
-scheduler sees placeholders in the place of drafts: their number can be chosen, but not what they
-are. Copied drafts are therefore for synchronous scheduling on the V1 runner only.
+Where drafts are verified beside a sampled request, vLLM 0.32 spreads the requests' temperatures
+over the tokens of the step. Its CPU kernel for that writes whole numbers into a copy, so that the
+temperatures it then divides by are whatever lay in memory: sampled text comes from a wrong
+distribution, and greedy text in the same step may change too. Steps without drafts are not touched
+by this. A test tells when vLLM has mended it.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import vllm
@@ -24,16 +24,101 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from leadout.control.policy import Policy
-from leadout.control.tuned import read_tuned
-from leadout.engine.capturing import Capturing
-from leadout.engine.live import LiveControl, Step
-from leadout.engine.live_numbers import numbers_file
-from leadout.engine.live_settings import settings_of
-from leadout.engine.newcomers import Newcomers
+from leadout.control.tuned_file import read_tuned
+from leadout.engine.capture import Capturing
+from leadout.engine.live import LiveControl, Step, numbers_file
 from leadout.engine.plugin import SWITCH
-from leadout.engine.sections import CAPTURE, LIVE, REGISTRY, sections_of
-from leadout.engine.sound_drafts import SoundDrafts
-from leadout.engine.support import is_dflash, is_supported
+from leadout.engine.rollout import Newcomers
+from leadout.engine.settings import CAPTURE, LIVE, REGISTRY, sections_of, settings_of
+from leadout.engine.vllm_adapter import is_dflash, is_supported
+
+
+class SoundDrafts(Scheduler):  # type: ignore[misc]
+    """Stands right before vLLM's class, so that it has the last word on drafts."""
+
+    _has_sampled = False
+
+    def schedule(self, *arguments: Any, **settings: Any) -> Any:
+        # Waiting requests too: one of them may join this step.
+        self._has_sampled = any(_is_sampled(request) for request in self.requests.values())
+        if self._has_sampled:
+            for request in self.running:
+                request.spec_token_ids = []
+        return super().schedule(*arguments, **settings)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        # Called by vLLM within `schedule`: what is not verified need not be drafted.
+        if self._has_sampled:
+            scheduler_output.num_spec_tokens_to_schedule = 0
+        super()._update_after_schedule(scheduler_output)
+
+
+def _is_sampled(request: Any) -> bool:
+    parameters = request.sampling_params
+    return parameters is not None and parameters.temperature > 0
+
+
+# A scheduler that drafts as it is told and notes what every step did.
+#
+# vLLM takes it by name (`scheduler_cls`). It is made for scheduling in step with the model
+# (`async_scheduling=False`): each step is over before the next is planned.
+
+NAME = f"{__name__}.CalibrationScheduler"
+
+
+@dataclass(slots=True)
+class StepNote:
+    """One step: prompt tokens read, drafts made for each request, and those that stood."""
+
+    prompt_tokens: int = 0
+    drafted: int = 0  # for the next step, for each request
+    verified: dict[str, int] = field(default_factory=dict)  # of each request that decodes
+    tokens: dict[str, int] = field(default_factory=dict)  # that it gained
+
+
+class CalibrationScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's own scheduler; how much is drafted comes from `drafts`, one number a step."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.drafts: Iterator[int] = repeat(self.num_spec_tokens)
+        self.note: StepNote | None = None
+
+    def schedule(self, *arguments: Any, **settings: Any) -> Any:
+        output = super().schedule(*arguments, **settings)
+        if self.num_spec_tokens and output.total_num_scheduled_tokens:
+            output.num_spec_tokens_to_schedule = next(self.drafts)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.note = self._note_of(scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _note_of(self, planned: Any, done: Any) -> StepNote:
+        note = StepNote(drafted=planned.num_spec_tokens_to_schedule if self.num_spec_tokens else 0)
+        for request_id, scheduled in planned.num_scheduled_tokens.items():
+            if self.requests[request_id].num_output_tokens == 0:
+                note.prompt_tokens += scheduled
+                continue
+            sampled = done.sampled_token_ids[done.req_id_to_index[request_id]]
+            note.verified[request_id] = len(
+                planned.scheduled_spec_decode_tokens.get(request_id, ())
+            )
+            note.tokens[request_id] = len(sampled)
+        return note
+
+
+# vLLM's scheduler with live control: it verifies and drafts what the policy finds worth it.
+#
+# vLLM calls `make_scheduler` (`scheduler_cls`) where it would make its own scheduler. What comes
+# before vLLM's own class, or Leadout's with live control, follows from the sections of the
+# settings,
+# what comes between them from the machine (`sound_drafts`); without any, it is vLLM's own. An error
+# in live control costs one log line; from then on the scheduler does what vLLM's does.
+#
+# When scheduling runs ahead of the model (`async_scheduling`), and always under the V2 runner, the
+# scheduler sees placeholders in the place of drafts: their number can be chosen, but not what they
+# are. Copied drafts are therefore for synchronous scheduling on the V1 runner only.
 
 logger = init_logger("vllm.leadout")
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from leadout.engine.support import installed_distribution
+from leadout.engine.vllm_adapter import installed_distribution
+from leadout.errors import LeadoutError
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.25
@@ -25,7 +26,7 @@ STOP_SECONDS = 60.0
 LOG_TAIL_LINES = 40
 
 
-class ServerError(RuntimeError):
+class ServerError(LeadoutError):
     """The server did not come up; the message ends with the last lines of its log."""
 
 
@@ -85,7 +86,7 @@ class Server:
 
     def start(self) -> None:
         guards_end, self._lifeline = os.pipe()
-        guard = [sys.executable, "-m", "leadout.engine.guard", str(guards_end), "--"]
+        guard = [sys.executable, "-m", "leadout.engine.child_process", str(guards_end), "--"]
         with self.log.open("wb") as log:
             self._guard = subprocess.Popen(
                 [*guard, *self._command],

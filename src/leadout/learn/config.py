@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from leadout.errors import LeadoutError
+
 DEFAULT_MINUTES = 30.0
 
 
-class LearnError(ValueError):
+class LearnError(LeadoutError):
     """A cycle that cannot be carried out as asked."""
 
 
@@ -62,3 +66,18 @@ class LearnConfig(BaseModel):
                 f"--{name}: found {first['input']!r}, {first['msg'].lower()}; see "
                 "`leadout learn --help`"
             ) from None
+
+
+# What `leadout learn` is asked to do.
+
+
+@dataclass(frozen=True, slots=True)
+class LearnRequest:
+    """One cycle: adapt, gate, publish."""
+
+    target: str
+    registry: Path
+    traffic: Path
+    replay: Path
+    work: Path
+    config: LearnConfig

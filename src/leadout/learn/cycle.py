@@ -12,25 +12,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
-from leadout.check.request import Progress, Silence
-from leadout.checkpoints.store import replacing
-from leadout.learn import mix
-from leadout.learn.evidence import Prove, Trial, gather, prove_lossless
-from leadout.learn.gate import Margins, decide
-from leadout.learn.prepare import Subject, make_run, prepare, subject_of
+from leadout.check.result import Progress, Silence
+from leadout.evaluate.acceptance import Validation
+from leadout.evaluate.ranks import joined_ranks
+from leadout.files import replacing
+from leadout.learn import data as mix
+from leadout.learn.config import LearnRequest
+from leadout.learn.gate import Margins, Prove, Trial, decide, gather, prove_lossless
+from leadout.learn.prepare import Subject, Work, make_run, prepare, subject_of
 from leadout.learn.promote import promote, reject
-from leadout.learn.request import LearnRequest
-from leadout.learn.result import Adaptation, CurvePoint, LearnResult
-from leadout.learn.work import Work
-from leadout.pairing.names import last_part
+from leadout.learn.report import Adaptation, CurvePoint, LearnResult
+from leadout.models import last_part
 from leadout.train.export import SETTINGS, write_best
-from leadout.train.log import read_log
-from leadout.train.ranks import joined_ranks
-from leadout.train.report import curves_of
+from leadout.train.loop import RunNumbers
+from leadout.train.progress import TrainProgress, curves_of, read_log
 from leadout.train.run import Run
-from leadout.train.show import TrainProgress
-from leadout.train.state import RunNumbers
-from leadout.train.validate import Validation
 
 RECORD = "learned.json"
 

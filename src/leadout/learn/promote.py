@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leadout.check.findings import Gravity
+from leadout.check.result import Gravity
 from leadout.check.static import static_findings
 from leadout.checkpoints import read_checkpoint
-from leadout.checkpoints.fingerprint import fingerprint
-from leadout.checkpoints.ledger import Entry, append
-from leadout.checkpoints.registry import Manifest, Registry
-from leadout.engine.folders import local_folder
-from leadout.learn.adapt import require_learnable
 from leadout.learn.config import LearnError
 from leadout.learn.gate import Decision, Evidence
-from leadout.learn.result import Adaptation, Started, numbers_of, promises_of
+from leadout.learn.prepare import require_learnable
+from leadout.learn.report import Adaptation, Started, numbers_of, promises_of
+from leadout.models import fingerprint, local_folder
+from leadout.registry import Entry, Manifest, Registry, append
 
 
 def promote(

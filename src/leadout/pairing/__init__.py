@@ -1,9 +1,7 @@
 """Whether a drafter fits a target and the settings of a server: facts, rules, findings."""
 
-from leadout.pairing.facts import EngineSettings, Pair, TargetFacts
-from leadout.pairing.rule import Finding, Rule, Severity
-from leadout.pairing.rules import RULES, examine
-from leadout.pairing.server_rules import batched_tokens_for
+from leadout.pairing.facts import EngineSettings, Finding, Pair, Rule, Severity, TargetFacts
+from leadout.pairing.rules import RULES, batched_tokens_for, examine
 from leadout.pairing.target import read_target, target_from_config
 
 __all__ = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leadout.checkpoints import Format
-from leadout.pairing.names import hub_name, last_part
+from leadout.models import hub_name, last_part
 
 AS_OF = "2026-11"
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from leadout.checkpoints import CheckpointError
+from leadout.checkpoints.decoder_config import RopeFields, read_rope
 from leadout.checkpoints.errors import NOTHING, Words
-from leadout.checkpoints.rope import RopeFields, read_rope
 from leadout.dflash.config import InvalidDrafterError, Rope
 from leadout.pairing.facts import TargetFacts
 

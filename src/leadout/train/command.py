@@ -10,21 +10,29 @@ from pathlib import Path
 import torch
 
 from leadout.checkpoints import Format
-from leadout.checkpoints.store import replacing
 from leadout.data.manifest import DataFolder
-from leadout.engine.folders import local_folder
+from leadout.errors import LeadoutError
+from leadout.evaluate.ranks import Ranks, joined_ranks
+from leadout.files import replacing
+from leadout.models import local_folder
 from leadout.pairing import read_target
 from leadout.train.config import InvalidTrainConfigError, TrainConfig
 from leadout.train.export import write_best, write_companions
-from leadout.train.log import Listener, Record, read_log
+from leadout.train.loop import RunNumbers
 from leadout.train.plan import Plan, make_plan
-from leadout.train.ranks import Ranks, joined_ranks
-from leadout.train.report import TrainReport, curves_of
+from leadout.train.progress import (
+    Listener,
+    Record,
+    TensorBoard,
+    TrainProgress,
+    TrainReport,
+    curves_of,
+    read_log,
+    require_tensorboard,
+    say,
+)
 from leadout.train.run import WORK, Corpus, Run, UnfitDataError, read_corpus, resolve
 from leadout.train.served import ServedAcceptance, compare_with_served, require_agreement
-from leadout.train.show import TrainProgress, say
-from leadout.train.state import RunNumbers
-from leadout.train.tensorboard import TensorBoard, require_tensorboard
 
 RESOLVED = "training.yaml"
 DRAFTER = "drafter"
@@ -33,11 +41,11 @@ SERVED_PROMPTS = 24
 SERVED_TOKENS = 128
 
 
-class RunExistsError(ValueError):
+class RunExistsError(LeadoutError):
     """The output folder holds a run already."""
 
 
-class NothingToResumeError(ValueError):
+class NothingToResumeError(LeadoutError):
     """--resume without a run."""
 
 

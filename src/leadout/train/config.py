@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from leadout.errors import LeadoutError
 
-class InvalidTrainConfigError(ValueError):
+
+class InvalidTrainConfigError(LeadoutError):
     """A setting that cannot be: names the flag or key, the value found, the value wanted."""
 
 
@@ -112,7 +114,7 @@ class TrainConfig(BaseModel):
     def write(self, path: Path) -> None:
         import yaml
 
-        from leadout.checkpoints.store import replacing
+        from leadout.files import replacing
 
         with replacing(path) as temporary:
             values = self.model_dump(mode="json")

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from leadout.checkpoints import Format, write_checkpoint
-from leadout.checkpoints.store import replacing
 from leadout.data.manifest import DataFolder
-from leadout.pairing.names import hub_name, last_part
-from leadout.train.log import Record
-from leadout.train.report import Curves, TrainReport, curves_of
+from leadout.files import replacing
+from leadout.models import hub_name, last_part
+from leadout.train.loop import load_best
+from leadout.train.progress import Curves, Record, TrainReport, curves_of
 from leadout.train.run import Run
-from leadout.train.state import load_best
 
 CARD = "README.md"
 SETTINGS = "training.yaml"

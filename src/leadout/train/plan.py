@@ -12,8 +12,7 @@ from itertools import pairwise
 from pydantic import BaseModel, ConfigDict
 
 from leadout.data.manifest import DataFolder
-from leadout.train.loop import sequences_of_step
-from leadout.train.optimizer import make_optimizers
+from leadout.train.loop import make_optimizers, sequences_of_step
 from leadout.train.run import Run
 
 TIMED_STEPS = 2

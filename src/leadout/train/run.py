@@ -11,35 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leadout.checkpoints.fingerprint import fingerprint
 from leadout.data.manifest import DataFolder
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.target import Target
-from leadout.shards import Sample, Samples
-from leadout.train.borrowed import Borrowed, TargetFiles, borrow
-from leadout.train.config import TrainConfig
-from leadout.train.forward import BlockForward
-from leadout.train.initial import (
-    choose_mask_token,
-    first_drafter,
-    new_config,
-    spread_layer_ids,
-)
-from leadout.train.log import Listener
-from leadout.train.loop import Loop, total_steps
-from leadout.train.ranks import Ranks
-from leadout.train.sequences import Split, split, to_sequence
-from leadout.train.state import RunNumbers, remove_leftovers
-from leadout.train.states import ComputedStates, Indexed, KeptStates, StateSource, load_model
-from leadout.train.step import Gradient
-from leadout.train.validate import (
+from leadout.errors import LeadoutError
+from leadout.evaluate.acceptance import (
     AcceptedDrafts,
     Validation,
     accepted_drafts,
     accepted_drafts_over_ranks,
     summarise,
 )
-from leadout.train.weights import TrainedWeights
+from leadout.evaluate.blocks import BlockForward, Split, split, to_sequence
+from leadout.evaluate.hidden_states import (
+    ComputedStates,
+    Indexed,
+    KeptStates,
+    StateSource,
+    load_model,
+)
+from leadout.evaluate.ranks import Ranks
+from leadout.evaluate.target_weights import Borrowed, TargetFiles, borrow
+from leadout.models import fingerprint
+from leadout.shards import Sample, Samples
+from leadout.train.config import TrainConfig
+from leadout.train.init import (
+    choose_mask_token,
+    first_drafter,
+    new_config,
+    spread_layer_ids,
+)
+from leadout.train.loop import (
+    Gradient,
+    Loop,
+    RunNumbers,
+    TrainedWeights,
+    remove_leftovers,
+    total_steps,
+)
+from leadout.train.progress import Listener
 
 WORK = "run"  # the part of the output folder that a run needs to continue
 STATES = "states.bin"
@@ -48,7 +58,7 @@ STATES = "states.bin"
 MOST_STATE_BYTES = 200e9
 
 
-class UnfitDataError(ValueError):
+class UnfitDataError(LeadoutError):
     """The data is not the target's own, or too little of it can be used."""
 
 

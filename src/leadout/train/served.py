@@ -14,17 +14,17 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints import load_drafter
 from leadout.dflash.target import Target
-from leadout.engine.session import SessionRequest, run_session_apart
-from leadout.train.borrowed import TargetFiles, borrow
-from leadout.train.forward import BlockForward
-from leadout.train.sequences import TrainingSequence
-from leadout.train.states import ComputedStates, load_model
-from leadout.train.validate import accepted_drafts, along_decoding, summarise
+from leadout.engine.offline import SessionRequest, run_session_apart
+from leadout.errors import LeadoutError
+from leadout.evaluate.acceptance import accepted_drafts, along_decoding, summarise
+from leadout.evaluate.blocks import BlockForward, TrainingSequence
+from leadout.evaluate.hidden_states import ComputedStates, load_model
+from leadout.evaluate.target_weights import TargetFiles, borrow
 
 LARGEST_DIFFERENCE = 0.05
 
 
-class ServedDiffersError(RuntimeError):
+class ServedDiffersError(LeadoutError):
     """The engine accepts another number of drafts than validation says."""
 
 

@@ -1,28 +1,79 @@
-"""From timed steps to the additive law of a step: what verifying costs, and what drafting costs.
+"""Tokens per step by K, with intervals over prompts.
 
-    step(drafts verified v, drafted k) = verify[v] + draft[k],    verify[0] = a bare step
-
-The unit is the bare step of the same turn, so that a slow second of the machine cancels. Each cell
-(v, k) is its median, which a few disturbed steps do not move; the law goes through the medians by
-least squares, each as heavy as its number of steps, and never falls. Turns are drawn again for the
-intervals.
+Every request gains the same number of tokens, so texts that draft well do not count for more; and
+every prompt is answered with every K, so that draws of prompts compare the same texts.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from leadout.control.tuned import PrefillLaw
-from leadout.engine.calibration import Prefill, Turn
-from leadout.tune.monotone import never_falling
-from leadout.tune.request import TuneError
-from leadout.tune.sampled import Sampled, multiplicities
+from leadout.control.tuned_file import PrefillLaw
+from leadout.engine.calibration import Prefill, RoundResult, Turn
+from leadout.stats import Floats, Indices, Sampled, multiplicities, never_falling
+from leadout.tune.settings import TuneError
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    tokens: Mapping[int, Sampled]  # by K
+    by_position: Sequence[Sampled]  # of the largest K: share of steps whose first n drafts stand
+    requests: int
+    steps: int
+
+
+def fit_acceptance(rounds: Sequence[RoundResult]) -> Accepted:
+    prompts = sorted({gained.prompt for each in rounds for gained in each.gained})
+    counts = multiplicities(len(prompts), seed=1)
+    drafting = [each for each in rounds if each.k]
+    lengths = sorted({each.k for each in drafting})
+
+    def mean(k: int, of_step: Callable[[int], float]) -> tuple[Floats, Floats]:
+        """Of something of a step's tokens, over all steps with this K, and how many they are."""
+        sums, steps = np.zeros((2, len(prompts)))
+        for each in (each for each in drafting if each.k == k):
+            for gained in each.gained:
+                place = prompts.index(gained.prompt)
+                sums[place] += sum(map(of_step, gained.tokens))
+                steps[place] += len(gained.tokens)
+        drawn = counts @ steps
+        return counts @ sums / np.maximum(drawn, 1), drawn
+
+    found = [mean(k, float) for k in lengths]
+    values, weights = (np.stack(columns, axis=1) for columns in zip(*found, strict=True))
+    tokens = zip(lengths, never_falling(values, weights).T, strict=True)
+
+    return Accepted(
+        tokens={0: Sampled.exactly(1.0), **{k: Sampled(column) for k, column in tokens}},
+        by_position=[
+            Sampled(mean(lengths[-1], _reaches(position))[0])
+            for position in range(1, lengths[-1] + 1)
+        ],
+        requests=sum(len(each.gained) for each in drafting),
+        steps=sum(len(gained.tokens) for each in drafting for gained in each.gained),
+    )
+
+
+def _reaches(position: int) -> Callable[[int], float]:
+    """Whether the drafts up to a position, from 1, all stand in a step of so many tokens."""
+    return lambda tokens: float(tokens > position)
+
+
+# From timed steps to the additive law of a step: what verifying costs, and what drafting costs.
+#
+#     step(drafts verified v, drafted k) = verify[v] + draft[k],    verify[0] = a bare step
+#
+# The unit is the bare step of the same turn, so that a slow second of the machine cancels. Each
+# cell
+# (v, k) is its median, which a few disturbed steps do not move; the law goes through the medians by
+# least squares, each as heavy as its number of steps, and never falls. Turns are drawn again for
+# the
+# intervals.
 
 Cell = tuple[int, int]  # drafts verified, drafted
 
@@ -61,30 +112,30 @@ def fit_steps(turns: Sequence[Turn], seed: int = 0) -> StepLaw:
     return StepLaw(Sampled(weighted_median(bare, counts)), verify, draft)
 
 
-def weighted_median(values: Sequence[tuple[int, float]], counts: Tensor) -> Tensor:
+def weighted_median(values: Sequence[tuple[int, float]], counts: Floats) -> Floats:
     """Of (unit, value) pairs, for every row of how often each unit counts; 0 where none does."""
     units, sorted_values = _columns(sorted(values, key=lambda pair: pair[1]))
     running = counts[:, units].cumsum(1)
     half = running[:, -1:] / 2
     last = len(values) - 1
-    low = (running < half).sum(1).clamp(max=last)
-    high = (running <= half).sum(1).clamp(max=last)
+    low = np.minimum((running < half).sum(1), last)
+    high = np.minimum((running <= half).sum(1), last)
     middle = (sorted_values[low] + sorted_values[high]) / 2
-    return torch.where(half[:, 0] > 0, middle, torch.zeros_like(middle))
+    return np.where(half[:, 0] > 0, middle, 0.0)
 
 
-def _counted(values: Sequence[tuple[int, float]], counts: Tensor) -> Tensor:
+def _counted(values: Sequence[tuple[int, float]], counts: Floats) -> Floats:
     units, _ = _columns(values)
-    return counts[:, units].sum(1)
+    return np.asarray(counts[:, units].sum(1))
 
 
-def _columns(values: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor]:
-    units = torch.tensor([unit for unit, _ in values])
-    return units, torch.tensor([value for _, value in values], dtype=torch.float64)
+def _columns(values: Sequence[tuple[int, float]]) -> tuple[Indices, Floats]:
+    units = np.array([unit for unit, _ in values], dtype=np.int64)
+    return units, np.array([value for _, value in values], dtype=np.float64)
 
 
 def _additive(
-    medians: Mapping[Cell, Tensor], weights: Mapping[Cell, Tensor]
+    medians: Mapping[Cell, Floats], weights: Mapping[Cell, Floats]
 ) -> tuple[dict[int, Sampled], dict[int, Sampled]]:
     """Weighted least squares of verify[v] + draft[k] through the cells, in every draw."""
     verified = sorted({v for v, _ in medians} - {0})
@@ -92,23 +143,23 @@ def _additive(
     place = {("verify", v): number for number, v in enumerate(verified)}
     place |= {("draft", k): len(verified) + number for number, k in enumerate(drafted)}
     cells = list(medians)
-    design = torch.zeros(len(cells), len(place), dtype=torch.float64)
+    design = np.zeros((len(cells), len(place)))
     for row, (v, k) in enumerate(cells):
         design[row, place["draft", k]] = 1
         if v:
             design[row, place["verify", v]] = 1
-    measured = torch.stack([medians[v, k] - float(v == 0) for v, k in cells], dim=1)
-    weight = torch.stack([weights[cell] for cell in cells], dim=1)
-    weighted = weight.unsqueeze(2) * design
+    measured = np.stack([medians[v, k] - float(v == 0) for v, k in cells], axis=1)
+    weight = np.stack([weights[cell] for cell in cells], axis=1)
+    weighted = weight[:, :, None] * design
     normal = design.T @ weighted
     # A draw may leave out all steps of a cell; what it says nothing of stays near zero.
-    normal = normal + 1e-9 * torch.eye(len(place), dtype=torch.float64)
-    found = torch.linalg.solve(normal, (weighted * measured.unsqueeze(2)).sum(1))
+    normal = normal + 1e-9 * np.eye(len(place))
+    found = np.linalg.solve(normal, (weighted * measured[:, :, None]).sum(1)[:, :, None])[:, :, 0]
     heavy = weighted.sum(1)  # steps behind each unknown
 
     def curve(name: str, at: Sequence[int], least: float) -> dict[int, Sampled]:
         columns = [place[name, each] for each in at]
-        rising = never_falling(found[:, columns], heavy[:, columns]).clamp(min=least)
+        rising = np.maximum(never_falling(found[:, columns], heavy[:, columns]), least)
         return {each: Sampled(column) for each, column in zip(at, rising.T, strict=True)}
 
     # Verifying drafts never makes a step shorter, and drafting never costs less than nothing.

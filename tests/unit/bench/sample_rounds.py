@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from leadout.bench.plan import Cell, all_cells
-from leadout.bench.rounds import Measured
-from leadout.bench.settings import Arm, BenchSettings
-from leadout.engine.load import Drafting, LoadResult
+from leadout.bench.results import Measured
+from leadout.bench.settings import Arm, BenchSettings, Cell, all_cells
+from leadout.engine.load_test import Drafting, LoadResult
 
 BARE = Arm(name="bare", kind="bare")
 FIXED = Arm(name="fixed", kind="fixed", drafter="some/drafter", draft_tokens=4)

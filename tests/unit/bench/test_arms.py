@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from leadout.bench.arms import KV_SPACE, arm_command, common_flags, make_arms
-from leadout.bench.settings import BenchError
+from leadout.bench.settings import KV_SPACE, BenchError, arm_command, common_flags, make_arms
 from leadout.engine.plugin import SWITCH
 
 ONE = {"folder/drafter": 7}

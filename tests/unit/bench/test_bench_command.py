@@ -11,10 +11,9 @@ from sample_rounds import BARE, drifting_rate, measured
 from sample_rounds import settings as sample_settings
 from typer.testing import CliRunner
 
-from leadout.bench.command import bench, plan, prepare
-from leadout.bench.request import BenchRequest
-from leadout.bench.rounds import RoundsFile
-from leadout.bench.settings import BenchError
+from leadout.bench.results import RoundsFile
+from leadout.bench.run import bench, plan, prepare
+from leadout.bench.settings import BenchError, BenchRequest
 from leadout.cli.app import app
 from support.drafters import TINY_DRAFTER, write_random_drafter
 

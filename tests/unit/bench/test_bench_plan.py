@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 from sample_rounds import BARE, FIXED, TUNED, settings
 
-from leadout.bench.plan import Rates, all_cells, make_plan
-from leadout.bench.prompts import PromptSet, read_sets, write_prompts
-from leadout.bench.settings import BenchError
+from leadout.bench.settings import (
+    BenchError,
+    PromptSet,
+    Rates,
+    all_cells,
+    make_plan,
+    read_sets,
+    write_prompts,
+)
 
 
 def test_every_cell_is_measured_once_a_round_on_every_arm() -> None:

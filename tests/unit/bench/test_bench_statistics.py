@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from leadout.bench.statistics import geometric_mean, percentile, ratios, spread
+from leadout.stats import geometric_mean, percentile, ratios, spread
 
 
 def test_drift_that_hits_all_arms_alike_leaves_the_ratio_alone() -> None:

@@ -9,12 +9,9 @@ import pytest
 from rich.console import Console
 from sample_rounds import BARE, FIXED, TUNED, accepted, drifting_rate, measured, settings
 
-from leadout.bench.files import write_files
-from leadout.bench.page import page
-from leadout.bench.plan import Rates, make_plan
-from leadout.bench.result import BenchResult
-from leadout.bench.show import print_plan, print_result
-from leadout.bench.summary import summarize
+from leadout.bench.report import page, print_plan, print_result, write_files
+from leadout.bench.results import BenchResult, summarize
+from leadout.bench.settings import Rates, make_plan
 
 GIVEN = settings()
 

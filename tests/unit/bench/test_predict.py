@@ -3,11 +3,11 @@
 import pytest
 from sample_rounds import BARE, FIXED, TUNED, accepted, measured, settings
 
-from leadout.bench.plan import Cell
 from leadout.bench.predict import CostModel, Served, bare_rate, predicted_speedup, share_close
-from leadout.bench.summary import summarize
-from leadout.control.costs import StepCosts
-from leadout.control.tuned import PrefillLaw
+from leadout.bench.results import summarize
+from leadout.bench.settings import Cell
+from leadout.control.cost_model import StepCosts
+from leadout.control.tuned_file import PrefillLaw
 
 # A bare step takes 10 ms at any batch; verifying 4 drafts 2 ms more, drafting 3 ms.
 COSTS = StepCosts(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sample_rounds import drifting_rate, measured, settings
 
-from leadout.bench.rounds import ROUNDS, SETTINGS, RoundsFile
+from leadout.bench.results import ROUNDS, SETTINGS, RoundsFile
 from leadout.bench.settings import BenchError
 
 GIVEN = settings(rounds=1)

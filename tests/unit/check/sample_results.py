@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from leadout.check.acceptance import AcceptanceTable, Interval
-from leadout.check.findings import Finding, Gravity, Verdict
 from leadout.check.result import (
     CheckResult,
     Divergence,
+    Finding,
+    Gravity,
     Lossless,
     OfflineAcceptance,
     Parity,
     ServedAcceptance,
     Tried,
+    Verdict,
 )
+from leadout.evaluate.acceptance import AcceptanceTable
+from leadout.stats import Interval
 
 SETS = ("code", "chat", "math")
 

@@ -14,8 +14,7 @@ from leadout.check.baseline import (
     has_dropped,
     read_baseline,
 )
-from leadout.check.findings import Gravity, Verdict
-from leadout.check.result import CheckResult
+from leadout.check.result import CheckResult, Gravity, Verdict
 
 LEVEL_SETS = {name: table(2.4, 0.2) for name in SETS}
 

@@ -11,19 +11,17 @@ import pytest
 from sample_results import finding, whole_result
 from typer.testing import CliRunner, Result
 
-from leadout.check.findings import Gravity, Verdict
-from leadout.check.request import CheckError, CheckRequest
-from leadout.check.result import CheckResult
+from leadout.check.result import CheckError, CheckRequest, CheckResult, Gravity, Verdict
 from leadout.cli.app import app
-from leadout.cli.needs import NEEDS
+from leadout.cli.options import NEEDS
 from leadout.environment import Need
 
 
 class FakeCheck(ModuleType):
-    """Stands in for `leadout.check.command`, which would start an engine."""
+    """Stands in for `leadout.check.run`, which would start an engine."""
 
     def __init__(self) -> None:
-        super().__init__("leadout.check.command")
+        super().__init__("leadout.check.run")
         self.result: CheckResult | Exception = whole_result()
         self.requests: list[CheckRequest] = []
 
@@ -38,7 +36,7 @@ class FakeCheck(ModuleType):
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> FakeCheck:
     fake = FakeCheck()
-    monkeypatch.setitem(sys.modules, "leadout.check.command", fake)
+    monkeypatch.setitem(sys.modules, "leadout.check.run", fake)
     return fake
 
 

@@ -8,11 +8,9 @@ import pytest
 from rich.console import Console
 from sample_results import finding, tried, whole_result
 
-from leadout.bars import StageBars
-from leadout.check.findings import Gravity, Verdict
-from leadout.check.result import CheckResult
-from leadout.check.show import print_result
-from leadout.check.words import MOST_TRIED, best_tried, sentence
+from leadout.check.report import MOST_TRIED, best_tried, print_result, sentence
+from leadout.check.result import CheckResult, Gravity, Verdict
+from leadout.console import StageBars
 
 
 def shown(result: CheckResult) -> str:

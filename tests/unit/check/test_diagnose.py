@@ -15,21 +15,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leadout.check.acceptance import Gain, Interval
-from leadout.check.diagnose import findings_of, layers_needed, repair_of, variants_of
-from leadout.check.findings import Gravity
+from leadout.check.diagnosis import (
+    context_bucket,
+    examine,
+    findings_of,
+    hardly_any,
+    layers_needed,
+    mode_findings,
+    offline_table,
+    other_modes,
+    repair_of,
+    variants_of,
+)
 from leadout.check.hypotheses import Surroundings, Variant
-from leadout.check.modes import mode_findings, other_modes
-from leadout.check.offline import context_bucket, examine, hardly_any, offline_table
 from leadout.check.probe import Probe, Text, Trial, drafter_of, try_variants
-from leadout.check.request import Silence
+from leadout.check.result import Gravity, Silence
 from leadout.checkpoints import read_checkpoint, write_checkpoint
 from leadout.data.chat import Chat
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.dflash.target import Target
+from leadout.evaluate.acceptance import Gain
+from leadout.evaluate.blocks import BlockForward
+from leadout.evaluate.target_weights import TargetFiles, borrow
 from leadout.pairing import read_target
-from leadout.train.borrowed import TargetFiles, borrow
-from leadout.train.forward import BlockForward
+from leadout.stats import Interval
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leadout.check.fix import NotFixableError, write_fixed
+from leadout.check.diagnosis import NotFixableError, write_fixed
 from leadout.check.hypotheses import Surroundings, Variant, last_norm, order_of_taps, shifted_taps
 from leadout.checkpoints import CheckpointError, convert, load_weights, read_checkpoint
 

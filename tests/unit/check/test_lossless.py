@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leadout.check.findings import Gravity
 from leadout.check.lossless import compare_answers, finding_of, first_divergence, ulp
+from leadout.check.result import Gravity
 from support.models import tiny_llama
 
 PROMPT = [5, 9, 2, 44, 7, 7, 31, 200, 13]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sample_results import finding, interval, offline, table, tried, whole_result
 
-from leadout.check.findings import Gravity, Verdict
-from leadout.check.page import page, write_page
-from leadout.pages import svg
+from leadout.check.report import page, write_page
+from leadout.check.result import Gravity, Verdict
+from leadout.report import charts as svg
 
 VOID = {"meta"}
 HOSTILE = "<script>alert('x')</script>\"'&<img src=x onerror=y>"

@@ -10,32 +10,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leadout.check.findings import Gravity
-from leadout.check.parity import compare, finding_of
-from leadout.check.reference import (
+from leadout.check.parity import (
     FEATURES,
     FINAL,
     LOGITS,
     Reference,
+    compare,
+    finding_of,
     hidden_name,
     keys_name,
     names_in_order,
     state_name,
     values_name,
 )
-from leadout.check.result import Parity
+from leadout.check.result import Gravity, Parity
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
-from leadout.engine.recorded import (
+from leadout.engine.draft_recorder import (
     RecordedBlock,
     RecordedContext,
     RecordedText,
     read_texts,
     write_texts,
 )
-from leadout.train.borrowed import TargetFiles, borrow
-from leadout.train.states import load_model
+from leadout.evaluate.hidden_states import load_model
+from leadout.evaluate.target_weights import TargetFiles, borrow
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import tiny_llama
 

@@ -1,7 +1,7 @@
 """Acceptance from the engine's counters."""
 
-from leadout.check.served import acceptance_of
-from leadout.engine.session import SetRun
+from leadout.check.result import acceptance_of
+from leadout.engine.offline import SetRun
 
 
 def run(name: str, temperature: float, steps: int, accepted: list[int]) -> SetRun:

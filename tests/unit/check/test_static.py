@@ -16,15 +16,15 @@ from torch import Tensor
 
 from leadout import environment
 from leadout.check import record, static
-from leadout.check.findings import Finding, Gravity
+from leadout.check.result import Finding, Gravity
 from leadout.check.static import static_findings
 from leadout.check.weights import coarseness
-from leadout.checkpoints.fingerprint import fingerprint
 from leadout.data.chat import Chat
+from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.train import export
 from leadout.train.config import TrainConfig
-from leadout.train.report import TrainReport
+from leadout.train.progress import TrainReport
 from support.faults import FAULTS, LOAD, Fault, healthy_reduced, healthy_speculators
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, START_OF_TURN
 

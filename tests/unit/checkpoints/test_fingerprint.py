@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from leadout.checkpoints.fingerprint import fingerprint
+from leadout.models import fingerprint
 
 
 def test_the_fingerprint_sees_configuration_and_weights(tmp_path: Path) -> None:

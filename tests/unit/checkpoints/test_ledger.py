@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from leadout.checkpoints import CheckpointError
-from leadout.checkpoints.ledger import LEDGER, Entry, append, read_ledger
+from leadout.registry import LEDGER, Entry, append, read_ledger
 
 
 def entry(version: int) -> Entry:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from leadout.checkpoints import CheckpointError
-from leadout.checkpoints.registry import MANIFEST, POINTER, Promise, Registry
+from leadout.registry import MANIFEST, POINTER, Promise, Registry
 from support.drafters import TINY_DRAFTER, write_random_drafter
 
 PROMISE = Promise(acceptance_length=2.5, low=2.4, high=2.6, requests=80)
@@ -96,7 +96,7 @@ def test_a_torn_pointer_is_named(registry: Registry) -> None:
 PUBLISH_AND_STOP = """
 import os, signal, sys
 from pathlib import Path
-from leadout.checkpoints import registry
+from leadout import registry
 
 copy = registry._copy
 

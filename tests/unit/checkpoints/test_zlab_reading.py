@@ -416,7 +416,7 @@ def test_absent_sizes_take_the_defaults_of_qwen3_and_say_so(zlab_folder: Path) -
 def test_defaults_are_those_of_the_installed_transformers() -> None:
     from transformers import Qwen3Config
 
-    from leadout.checkpoints.zlab_fields import DEFAULT_WINDOW, WORTH_STATING, ModelFields
+    from leadout.checkpoints.zlab import DEFAULT_WINDOW, WORTH_STATING, ModelFields
 
     qwen3 = Qwen3Config()
     ours = ModelFields()

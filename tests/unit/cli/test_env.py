@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from leadout import environment
 from leadout.cli.app import app
-from leadout.cli.needs import NEEDS, require
-from leadout.engine import facts
+from leadout.cli.options import NEEDS, require
+from leadout.engine import vllm_adapter as facts
 from leadout.environment import Need
 
 

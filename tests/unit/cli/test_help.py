@@ -5,7 +5,7 @@ import sys
 import time
 
 from leadout.cli.app import app
-from leadout.cli.needs import NEEDS
+from leadout.cli.options import NEEDS
 
 
 def test_help_answers_in_under_half_a_second() -> None:

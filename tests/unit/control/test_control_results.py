@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leadout.control.copying import LEAST_MATCH
+from leadout.control.prompt_lookup import LEAST_MATCH
 from support.models import ROOT
 
 

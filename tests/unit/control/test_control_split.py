@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leadout.control.split import Prices, least_worth, rates, verified
+from leadout.control.cost_model import Prices, least_worth, rates, verified
 
 MOST = 3
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from leadout.control.copying import CATCH_UP, CopyIndex
+from leadout.control.prompt_lookup import CATCH_UP, CopyIndex
 
 
 def slow(text: list[int], least: int, most: int) -> list[int]:

@@ -3,11 +3,9 @@
 import random
 
 import pytest
+from control_simulator.traffic import MACHINES
 
-from leadout.control.cost_model import STUBBORN, LearnedCosts
-from leadout.control.costs import StepCosts
-from leadout.control.machines import MACHINES
-from leadout.control.split import Prices
+from leadout.control.cost_model import STUBBORN, LearnedCosts, Prices, StepCosts
 
 MOST = 7
 

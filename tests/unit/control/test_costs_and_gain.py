@@ -2,9 +2,9 @@
 
 import pytest
 
-from leadout.control.acceptance import AcceptanceCurve
-from leadout.control.costs import Line, NoCostsError, StepCosts
-from leadout.control.gain import gain
+from leadout.control.acceptance_model import AcceptanceCurve
+from leadout.control.cost_model import Line, NoCostsError, StepCosts
+from leadout.control.tuned_file import gain
 
 # A step: 10 ms, 1 ms a request, 1 ms a verified draft; drafting: 2 ms and 0.5 ms a slot.
 BATCHES, MOST = (1, 4, 16), 7

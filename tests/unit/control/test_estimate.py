@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from leadout.control.acceptance import AcceptanceCurve
-from leadout.control.estimate import Acceptance, Outcome
+from leadout.control.acceptance_model import Acceptance, AcceptanceCurve, Outcome
 
 
 def tell(acceptance: Acceptance, steps: int, *outcomes: Outcome) -> None:

@@ -5,13 +5,21 @@ import time
 from itertools import pairwise
 
 import pytest
+from control_simulator.simulator import Machine
+from control_simulator.traffic import MACHINES
 
-from leadout.control.acceptance import AcceptanceCurve
-from leadout.control.estimate import Outcome
-from leadout.control.machines import MACHINES
-from leadout.control.policy import Decision, Policy, Seat
-from leadout.control.probing import NOTICE_STEPS, PROBE_SHARE, Probe, Prober, Survey, spread_over
-from leadout.control.simulator import Machine
+from leadout.control.acceptance_model import AcceptanceCurve, Outcome
+from leadout.control.policy import (
+    NOTICE_STEPS,
+    PROBE_SHARE,
+    Decision,
+    Policy,
+    Probe,
+    Prober,
+    Seat,
+    Survey,
+    spread_over,
+)
 
 MOST = 7
 CPU, GPU = MACHINES["cpu"](), MACHINES["gpu"]()

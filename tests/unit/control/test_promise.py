@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from leadout.control.promise import (
+from leadout.control.rollback import (
     FIRST_LOOK,
     LOOKS,
     MARGIN,

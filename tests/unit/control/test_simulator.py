@@ -1,13 +1,21 @@
 """The policy against an oracle, on a part of the grid that results/control holds whole."""
 
 import pytest
+from control_simulator.simulator import Machine, run_bare, run_oracle, run_policy
+from control_simulator.traffic import (
+    HELD_OUT,
+    MACHINES,
+    MOST,
+    PROCESSES,
+    Moment,
+    Process,
+    level,
+    recorded,
+)
 
-from leadout.control.acceptance import AcceptanceCurve
-from leadout.control.costs import StepCosts
-from leadout.control.machines import MACHINES
+from leadout.control.acceptance_model import AcceptanceCurve
+from leadout.control.cost_model import StepCosts
 from leadout.control.policy import Policy
-from leadout.control.processes import HELD_OUT, MOST, PROCESSES, Moment, Process, level, recorded
-from leadout.control.simulator import Machine, run_bare, run_oracle, run_policy
 
 CLOCK = 1500.0
 BY_NAME = {process.name: process for process in PROCESSES}
@@ -66,7 +74,9 @@ def test_costs_unknown_or_wrong_are_learnt_on_the_way(name: str, factor: float |
 
 
 def test_the_bound_fails_for_a_policy_that_does_not_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leadout.control.estimate.Acceptance.observe", lambda self, outcomes: None)
+    monkeypatch.setattr(
+        "leadout.control.acceptance_model.Acceptance.observe", lambda self, outcomes: None
+    )
     costs = MACHINES["cpu"]()
     machine, process = Machine(costs), BY_NAME["steady, hopeless"]
     stubborn = Policy(MOST, costs, AcceptanceCurve.of_odds([0.9] * MOST))

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from leadout.control.interval import Interval
-from leadout.control.table import choose_table
+from leadout.control.tuned_file import choose_table
+from leadout.stats import Interval
 from support.tuned_files import near, speedups_of
 
 GOOD, USELESS = [0.9, 0.85, 0.8, 0.8], [0.02, 0.0, 0.0, 0.0]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from leadout.control.gain import gain
-from leadout.control.tuned import TunedFileError, read_tuned, write_tuned
+from leadout.control.tuned_file import TunedFileError, gain, read_tuned, write_tuned
 from support.tuned_files import a_tuning
 
 ODDS = [0.9, 0.8, 0.7]

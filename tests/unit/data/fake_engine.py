@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from leadout.engine.generate import Answer, Ask
+from leadout.engine.offline import Answer, Ask
 from support.tiny_chat import END_OF_TURN
 
 

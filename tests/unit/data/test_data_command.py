@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, KilledError, starting
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
-from leadout.data import job
+from leadout.data import generate as job
 from leadout.data.manifest import DataFolder
 from leadout.shards import ShardWriter
 from leadout.version import installed_versions

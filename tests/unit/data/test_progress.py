@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from leadout.data import show
+from leadout.data import generate as show
 from leadout.shards import Sample
 
 

@@ -9,9 +9,9 @@ import pytest
 from fake_engine import FakeEngine, KilledError
 
 from leadout.data.chat import Chat
+from leadout.data.generate import USER_TURN_TEMPERATURE, Answering, conversations
 from leadout.data.manifest import Sampling
 from leadout.data.prompts import Prompt
-from leadout.data.responses import USER_TURN_TEMPERATURE, Answering, conversations
 from leadout.shards import Sample, ShardWriter, WrittenSamples
 
 PROMPTS = [

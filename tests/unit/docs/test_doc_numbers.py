@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import scale_tables
 
-from leadout.control.copying import LEAST_MATCH
-from leadout.control.table import NEARLY_EQUAL
-from leadout.engine.acceptance_window import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
+from leadout.control.prompt_lookup import LEAST_MATCH
+from leadout.control.tuned_file import NEARLY_EQUAL
 from leadout.engine.calibration import GPU_SHARE
-from leadout.engine.support import SUPPORTED
+from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
+from leadout.engine.vllm_adapter import SUPPORTED
 from leadout.learn.config import LearnConfig
-from leadout.learn.traffic import LONGEST, MOST_REQUESTS
+from leadout.learn.data import LONGEST, MOST_REQUESTS
 from support.models import ROOT
 from support.ops_files import rules
 

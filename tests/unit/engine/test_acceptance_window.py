@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from leadout.engine.acceptance_window import LEAST_DRAFTS, AcceptanceWindow, BelowBreakEven
+from leadout.engine.metrics import LEAST_DRAFTS, AcceptanceWindow, BelowBreakEven
 
 BREAK_EVEN, MINUTES = 1.1, 3.0
 GOOD, BAD = 1.5, 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from leadout.engine.apart import DecodeError, run_apart
+from leadout.engine.child_process import DecodeError, run_apart
 
 
 class Number(BaseModel):
@@ -20,7 +20,7 @@ def doubler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "doubler.py").write_text(
         "import json, sys\n"
         "from types import SimpleNamespace\n"
-        "from leadout.engine.apart import say_progress, say_result\n"
+        "from leadout.engine.child_process import say_progress, say_result\n"
         "value = json.load(sys.stdin)['value']\n"
         "print('noise', end='')\n"
         "say_progress('halfway')\n"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.captured import INFO, CaptureInfo, read_info, segments
-from leadout.engine.capture_segments import Segments
+from leadout.engine.capture_store import INFO, CaptureInfo, Segments, read_info, segments
 from leadout.shards import Sample, ShardError, read_shard
 
 ABOUT = CaptureInfo(target="a-target", target_fingerprint="ab")

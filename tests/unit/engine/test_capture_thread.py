@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from leadout.captured import CaptureInfo, segments
 from leadout.engine import capture as capture_module
-from leadout.engine import capture_settings
+from leadout.engine import settings as capture_settings
 from leadout.engine.capture import MOST_WAITING, Capture, CaptureNumbers, Finished
-from leadout.engine.capture_segments import Segments
-from leadout.engine.capture_settings import CaptureSettings, Redactor, load_redactor
-from leadout.engine.sections import SectionError
+from leadout.engine.capture_store import CaptureInfo, Segments, segments
+from leadout.engine.settings import CaptureSettings, Redactor, SectionError, load_redactor
 from leadout.engine.small_files import read_small
 from leadout.shards import read_shard
 

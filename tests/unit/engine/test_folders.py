@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from leadout.engine.folders import ModelNotFoundError, local_folder
+from leadout.models import ModelNotFoundError, local_folder
 
 
 @pytest.fixture

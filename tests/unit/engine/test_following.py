@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
-from leadout.checkpoints.ledger import read_ledger
-from leadout.checkpoints.registry import POINTER, Registry
-from leadout.control.promise import Tally
-from leadout.engine.follow import Follower
-from leadout.engine.newcomers import ServedNumbers
-from leadout.engine.serving_drafter import ServingDrafter
+from leadout.control.rollback import Tally
+from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
+from leadout.engine.rollout import Follower, ServedNumbers, ServingDrafter
 from leadout.engine.small_files import write_small
-from leadout.engine.swap import SwapFailedError, Swapper, SwapRefusedError
+from leadout.registry import POINTER, Registry, read_ledger
 from support.models import tiny_llama
 from support.two_workers import TwoWorkers
 from support.version_registry import publish, with_nan

@@ -24,7 +24,7 @@ time.sleep(600)
 OWNER = """
 import os, subprocess, sys, time
 guards_end, lifeline = os.pipe()
-guard = [sys.executable, "-m", "leadout.engine.guard", str(guards_end), "--"]
+guard = [sys.executable, "-m", "leadout.engine.child_process", str(guards_end), "--"]
 family, lifetime = sys.argv[1], float(sys.argv[2])
 subprocess.Popen(
     [*guard, sys.executable, "-c", family], pass_fds=(guards_end,), start_new_session=True
@@ -69,7 +69,7 @@ def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     )
     impatient = tmp_path / "impatient.py"
     impatient.write_text(
-        "import sys\nfrom leadout.engine import guard\nguard.GRACE_SECONDS = 0.5\n"
+        "import sys\nfrom leadout.engine import child_process as guard\nguard.GRACE_SECONDS = 0.5\n"
         "sys.exit(guard.main(sys.argv[1:]))\n"
     )
     guards_end, lifeline = os.pipe()
@@ -94,7 +94,7 @@ def test_the_exit_code_of_the_command_is_passed_on() -> None:
     guards_end, lifeline = os.pipe()
     command = [sys.executable, "-c", "raise SystemExit(3)"]
     ended = subprocess.run(
-        [sys.executable, "-m", "leadout.engine.guard", str(guards_end), "--", *command],
+        [sys.executable, "-m", "leadout.engine.child_process", str(guards_end), "--", *command],
         pass_fds=(guards_end,),
     )
     os.close(guards_end)

@@ -5,14 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from control_simulator.traffic import MACHINES
 
-from leadout.control.acceptance import AcceptanceCurve
-from leadout.control.estimate import Outcome
-from leadout.control.machines import MACHINES
+from leadout.control.acceptance_model import AcceptanceCurve, Outcome
 from leadout.control.policy import Policy
 from leadout.engine import live
-from leadout.engine.live import LiveControl
-from leadout.engine.live_numbers import read_numbers
+from leadout.engine.live import LiveControl, read_numbers
 
 MOST = 4
 COSTS = MACHINES["cpu"]()

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from leadout.engine.live_gauges import GAUGES, families, fill
-from leadout.engine.live_numbers import (
+from leadout.engine.live import (
     LiveNumbers,
     NumbersWindow,
     numbers_file,
     read_numbers,
     write_numbers,
 )
+from leadout.engine.metrics import GAUGES, fill_live, live_families
 
 
 def step(at: float, **values: float) -> LiveNumbers:
@@ -49,11 +49,11 @@ def test_numbers_reach_a_reader_and_grow_old(tmp_path: Path) -> None:
 
 def test_gauges_show_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "numbers.json"
-    gauges = families()
-    fill(gauges, ["model", "0"], path)
+    gauges = live_families()
+    fill_live(gauges, ["model", "0"], path)
     assert not any(gauge.samples for gauge in gauges)
     write_numbers(step(time.time(), drafted=3, made=4, verified=4, copied=1, probes=2), path)
-    fill(gauges, ["model", "0"], path)
+    fill_live(gauges, ["model", "0"], path)
     shown = {gauge.name: [sample.value for sample in gauge.samples] for gauge in gauges}
     assert shown == {
         "leadout:draft_length": [3.0],

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from leadout.engine.live_settings import (
+from leadout.engine.settings import (
     LiveSettings,
+    SectionError,
     engine_settings,
     settings_of,
 )
-from leadout.engine.sections import SectionError
 
 
 def read(additional: object) -> LiveSettings:

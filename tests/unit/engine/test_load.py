@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from leadout.engine.load import LoadError, LoadRequest, generator_flags, result_of
-from leadout.engine.load_generator import LoadGenerator
+from leadout.engine.load_test import (
+    LoadError,
+    LoadGenerator,
+    LoadRequest,
+    generator_flags,
+    result_of,
+)
 
 REQUEST = LoadRequest(
     url="http://127.0.0.1:9", prompts=Path("p.jsonl"), requests=2, concurrency=2, output_tokens=5

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from leadout.engine import apart
-from leadout.engine.apart import DecodeError
-from leadout.engine.session import SessionRequest, SessionResult, SetRun, run_session_apart
+from leadout.engine import child_process as apart
+from leadout.engine.child_process import DecodeError
+from leadout.engine.offline import SessionRequest, SessionResult, SetRun, run_session_apart
 
 REQUEST = SessionRequest(
     target="t", drafter="d", draft_tokens=3, prompts={"s": [[1, 2]]}, max_tokens=4, max_length=64
@@ -41,7 +41,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_request_and_result_pass_through(engine: Path) -> None:
     assert run_session_apart(REQUEST) == RESULT
     assert RUN.acceptance_length == 2.5
-    assert (engine / "words").read_text() == "-m leadout.engine.session\n"
+    assert (engine / "words").read_text() == "-m leadout.engine.offline\n"
     assert SessionRequest.model_validate_json((engine / "request").read_text()) == REQUEST
 
 

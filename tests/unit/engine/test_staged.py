@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from leadout.checkpoints import CheckpointError
-from leadout.checkpoints.registry import MANIFEST, Registry
-from leadout.engine.staged import read_version
+from leadout.engine.hot_swap import read_version
+from leadout.registry import MANIFEST, Registry
 from support.models import tiny_llama
 from support.version_registry import CONFIG, WEIGHTS, publish, with_nan
 

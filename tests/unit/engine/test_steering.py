@@ -2,7 +2,7 @@
 
 import pytest
 
-from leadout.engine.steering import BadSteeringError, draft_cap
+from leadout.engine.live import BadSteeringError, draft_cap
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from leadout.engine.support import is_supported
+from leadout.engine.vllm_adapter import is_supported
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from leadout.checkpoints import read_checkpoint
-from leadout.learn.adapt import (
+from leadout.evaluate.blocks import Split
+from leadout.learn.config import LearnConfig, LearnError
+from leadout.learn.prepare import (
     VALIDATIONS,
     require_learnable,
     settings_for,
@@ -18,14 +20,12 @@ from leadout.learn.adapt import (
     validations_within,
     with_steps,
 )
-from leadout.learn.config import LearnConfig, LearnError
 from leadout.shards import Samples, ShardWriter
 from leadout.train.config import TrainConfig
+from leadout.train.draft_vocab import narrow
 from leadout.train.loop import total_steps
-from leadout.train.narrow import narrow
 from leadout.train.plan import Timing
 from leadout.train.run import Corpus
-from leadout.train.sequences import Split
 from support.learn_world import ANSWER, NEW, World, requests
 from support.models import TINY_VOCAB
 

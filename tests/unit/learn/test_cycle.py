@@ -16,16 +16,14 @@ import pytest
 
 from leadout.check.result import Lossless
 from leadout.checkpoints import read_checkpoint
-from leadout.checkpoints.ledger import read_ledger
-from leadout.checkpoints.registry import Registry
-from leadout.learn.config import LearnConfig, LearnError
+from leadout.learn.config import LearnConfig, LearnError, LearnRequest
 from leadout.learn.cycle import RECORD, learn
+from leadout.learn.prepare import Work
 from leadout.learn.promote import start_registry
-from leadout.learn.request import LearnRequest
-from leadout.learn.result import LearnResult
-from leadout.learn.work import Work
+from leadout.learn.report import LearnResult
+from leadout.registry import Registry, read_ledger
 from leadout.shards import Sample
-from leadout.train.log import read_log
+from leadout.train.progress import read_log
 from support.learn_world import NEW, World, prove_by_reference, requests, start, write_capture
 
 # Some 60 steps.

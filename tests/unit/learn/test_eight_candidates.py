@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from leadout.check.request import Silence
-from leadout.learn.evidence import Trial, gather
-from leadout.learn.gate import Margins, compare, decide
-from leadout.learn.judge import judge
+from leadout.check.result import Silence
+from leadout.evaluate.compare import judge
+from leadout.learn.gate import Margins, Trial, compare, decide, gather
 from support.gate_candidates import (
     CANDIDATES,
     Candidate,

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from leadout.check.acceptance import Interval, TextAcceptance
-from leadout.check.findings import Finding, Gravity
-from leadout.check.result import Divergence, Lossless
+from leadout.check.result import Divergence, Finding, Gravity, Lossless
+from leadout.evaluate.acceptance import TextAcceptance
 from leadout.learn.gate import (
     Comparison,
     Evidence,
@@ -18,6 +17,7 @@ from leadout.learn.gate import (
     compare_by_source,
     decide,
 )
+from leadout.stats import Interval
 
 MARGINS = Margins(gain=0.03, base_loss=0.03)
 EQUAL_TEXTS = Lossless(texts=16, equal_texts=16, divergences=[], largest_allowed_gap=0.0)

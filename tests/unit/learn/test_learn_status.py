@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from leadout.checkpoints.ledger import Entry, append
-from leadout.checkpoints.registry import Promise
 from leadout.cli.app import app
+from leadout.registry import Entry, Promise, append
 from support.learn_world import World, start
 
 

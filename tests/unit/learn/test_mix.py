@@ -7,11 +7,21 @@ from pathlib import Path
 import pytest
 
 from leadout.data.manifest import DataFolder
+from leadout.evaluate.blocks import split
 from leadout.learn.config import LearnConfig, LearnError
-from leadout.learn.mix import BASE, HELD_OUT, Mix, make_mix, read_part, read_training, write_mix
-from leadout.learn.traffic import Traffic, split_traffic, text_of
+from leadout.learn.data import (
+    BASE,
+    HELD_OUT,
+    Mix,
+    Traffic,
+    make_mix,
+    read_part,
+    read_training,
+    split_traffic,
+    text_of,
+    write_mix,
+)
 from leadout.shards import Sample, ShardWriter
-from leadout.train.sequences import split
 from support.learn_world import NEW, SETTINGS_OF_FIRST, World, requests
 from support.models import TINY_VOCAB
 from support.tiny_data import write_data

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from leadout.captured import segments
-from leadout.checkpoints.fingerprint import fingerprint
+from leadout.engine.capture_store import segments
 from leadout.learn.config import LearnConfig, LearnError
-from leadout.learn.traffic import Traffic, snapshot, split_traffic, spread, text_of
+from leadout.learn.data import Traffic, snapshot, split_traffic, spread, text_of
+from leadout.models import fingerprint
 from leadout.shards import Sample, Samples, ShardWriter
 from support.learn_world import NEW, World, requests, write_capture
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leadout.engine.live_gauges import GAUGES
+from leadout.engine.metrics import GAUGES
 from support.ops_files import dashboard, dashboard_queries
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from leadout.engine.acceptance_window import DEFAULT_BREAK_EVEN, LEAST_DRAFTS
+from leadout.engine.metrics import DEFAULT_BREAK_EVEN, LEAST_DRAFTS
 from support.ops_files import OPS, dashboard_queries, rules, scraped_metrics
 
 PROMETHEUS = OPS / "prometheus"

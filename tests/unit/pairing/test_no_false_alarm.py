@@ -10,7 +10,7 @@ import pytest
 from pairs import DRAFTER, TARGET, served_pair
 
 from leadout.checkpoints import Checkpoint, Format, speculators, write_checkpoint, zlab
-from leadout.checkpoints.strict_json import read_json_object
+from leadout.checkpoints.config_fields import read_json_object
 from leadout.dflash.config import LayerAttention, Llama3Scaling, Rope, Yarn
 from leadout.pairing import EngineSettings, Pair, Severity, TargetFacts, examine
 from support.drafters import random_drafter

@@ -10,8 +10,8 @@ from pairs import DRAFTER, changed
 from pydantic import ValidationError
 
 from leadout.dflash.config import LayerAttention, Llama3Scaling, Rope, Yarn
+from leadout.models import same_model
 from leadout.pairing import RULES, Finding, Pair, Severity, batched_tokens_for, examine
-from leadout.pairing.names import same_model
 
 FULL, SLIDING = LayerAttention(), LayerAttention(window=64, causal=True)
 YARN = Rope(10_000.0, Yarn(4.0, 128))

@@ -12,7 +12,7 @@ from leadout.data.manifest import DataFolder
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
-from leadout.train.ranks import Ranks
+from leadout.evaluate.ranks import Ranks
 from leadout.train.run import Corpus, Run, read_corpus, resolve
 from support.drafters import TINY_DRAFTER
 from support.models import TINY_VOCAB

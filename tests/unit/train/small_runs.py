@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from leadout.evaluate.ranks import Ranks
 from leadout.train.config import TrainConfig
-from leadout.train.ranks import Ranks
 from leadout.train.run import Run
 
 MakeRun = Callable[..., Run]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from leadout.train.anchors import candidates, draw_anchors, make_blocks
-from leadout.train.sequences import TrainingSequence, batch
+from leadout.evaluate.blocks import TrainingSequence, batch, candidates, draw_anchors, make_blocks
 
 
 def sequence(prompt: int, answer: int, name: str = "a") -> TrainingSequence:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from leadout.dflash.config import LayerAttention
 from leadout.dflash.drafter import KeyValue, attend_to_all
-from leadout.train.attention import attend_in_blocks, block_masks
+from leadout.evaluate.blocks import attend_in_blocks, block_masks
 
 ROWS, LENGTH, BLOCK, WIDTH = 2, 23, 4, 8
 ANCHORS = torch.tensor([[3, 4, 17, 22], [1, 9, 10, 0]])  # the last of the second row is a filler

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from small_runs import MakeRun
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from leadout.train.borrowed import MissingTensorError, TargetFiles, borrow
-from leadout.train.state import BEST, STATE
+from leadout.evaluate.target_weights import MissingTensorError, TargetFiles, borrow
+from leadout.train.loop import BEST, STATE
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_a_missed_load_shows_in_the_first_step(
 ) -> None:
     with monkeypatch.context() as patch:
         # What would have filled them does nothing.
-        patch.setattr("leadout.train.borrowed.Tensor.copy_", lambda place, _: place)
+        patch.setattr("leadout.evaluate.target_weights.Tensor.copy_", lambda place, _: place)
         run = make_run()
     assert run.borrowed.embedding.isnan().all()
     assert run.borrowed.head.isnan().all()

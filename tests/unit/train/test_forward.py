@@ -10,10 +10,14 @@ import torch
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.propose import BlockProposer
 from leadout.dflash.target import Target
-from leadout.train.anchors import make_blocks
-from leadout.train.forward import BlockForward, drafted_slots
-from leadout.train.sequences import TrainingSequence, batch
-from leadout.train.states import ComputedStates
+from leadout.evaluate.blocks import (
+    BlockForward,
+    TrainingSequence,
+    batch,
+    drafted_slots,
+    make_blocks,
+)
+from leadout.evaluate.hidden_states import ComputedStates
 from support.drafters import random_drafter
 
 LAYERS = {

@@ -13,7 +13,7 @@ from leadout.checkpoints import write_checkpoint
 from leadout.dflash.config import DrafterConfig, InvalidDrafterError
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import UnsupportedTargetError
-from leadout.train.initial import (
+from leadout.train.init import (
     NoMaskTokenError,
     UnfitStartError,
     choose_mask_token,

@@ -10,13 +10,19 @@ import torch
 from safetensors.torch import load_file
 from small_runs import KilledError, MakeRun, small_config
 
+from leadout.evaluate.acceptance import Acceptance, Validation
 from leadout.train.config import TrainConfig
-from leadout.train.log import LOG, Record, StepRecord, ValidationRecord, read_log
-from leadout.train.loop import sequences_of_step, total_steps
-from leadout.train.optimizer import learning_rate_at
+from leadout.train.loop import (
+    BEST,
+    STATE,
+    learning_rate_at,
+    load_best,
+    save_best,
+    sequences_of_step,
+    total_steps,
+)
+from leadout.train.progress import LOG, Record, StepRecord, ValidationRecord, read_log
 from leadout.train.run import Run
-from leadout.train.state import BEST, STATE, load_best, save_best
-from leadout.train.validate import Acceptance, Validation
 
 STEPS = 7  # of a small run
 
@@ -156,7 +162,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(
     def dies(*_: object, **__: object) -> None:
         raise KilledError
 
-    monkeypatch.setattr("leadout.train.state.save_file", dies)
+    monkeypatch.setattr("leadout.train.loop.save_file", dies)
     with pytest.raises(KilledError):
         save_best(run.folder, run.weights)
     assert (run.folder / BEST).read_bytes() == before

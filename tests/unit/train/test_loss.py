@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from leadout.train import loss
-from leadout.train.loss import (
+from leadout.train import objective as loss
+from leadout.train.objective import (
     Objective,
     Scores,
     SlotLoss,

@@ -13,7 +13,7 @@ from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
-from leadout.train.narrow import UnfitVocabularyError, narrow, token_counts
+from leadout.train.draft_vocab import UnfitVocabularyError, narrow, token_counts
 from support.models import TINY_VOCAB
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from small_runs import ALONE, small_config
 
 from leadout.data.manifest import DataFolder
-from leadout.train.log import read_log
+from leadout.train.progress import read_log
 from support.models import ROOT
 from support.train_rank import FINAL, FIRST, JUDGED, train_and_tell
 

@@ -10,9 +10,9 @@ import pytest
 from small_runs import small_config
 
 from leadout.data.manifest import DataFolder
+from leadout.evaluate.blocks import Split, split, to_sequence
 from leadout.shards import Sample
 from leadout.train.run import Corpus, UnfitDataError, read_corpus
-from leadout.train.sequences import Split, split, to_sequence
 from support.models import TINY_VOCAB
 from support.tiny_chat import write_tiny_chat_target
 from support.tiny_data import write_data

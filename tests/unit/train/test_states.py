@@ -11,9 +11,9 @@ import torch
 from small_runs import KilledError, MakeRun
 
 from leadout.dflash.target import Observation, Target
+from leadout.evaluate.blocks import TrainingSequence
+from leadout.evaluate.hidden_states import ComputedStates, Indexed, KeptStates
 from leadout.train.run import STATES
-from leadout.train.sequences import TrainingSequence
-from leadout.train.states import ComputedStates, Indexed, KeptStates
 
 
 def items() -> list[Indexed]:

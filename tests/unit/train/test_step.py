@@ -7,9 +7,8 @@ import torch
 from small_runs import MakeRun, small_config
 from torch import Tensor
 
-from leadout.train.loop import sequences_of_step
+from leadout.train.loop import StepResult, passes, sequences_of_step
 from leadout.train.run import Run
-from leadout.train.step import StepResult, passes
 from support.models import TINY_VOCAB
 
 

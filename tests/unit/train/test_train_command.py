@@ -17,13 +17,13 @@ from leadout.checkpoints import load_drafter, read_checkpoint
 from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
 from leadout.dflash.generate import generate
-from leadout.engine.apart import DecodeError
-from leadout.engine.session import SessionRequest, SessionResult, SetRun
+from leadout.engine.child_process import DecodeError
+from leadout.engine.offline import SessionRequest, SessionResult, SetRun
 from leadout.train import command, served
 from leadout.train.config import TrainConfig
-from leadout.train.log import read_log
+from leadout.train.loop import load_best
+from leadout.train.progress import read_log
 from leadout.train.run import Corpus, Run
-from leadout.train.state import load_best
 from support.tiny_data import STOPS, loaded, write_data
 
 FLAGS = [
@@ -331,7 +331,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 
 
 def test_tensorboard_must_be_there(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leadout.train.tensorboard.find_spec", lambda _: None)
+    monkeypatch.setattr("leadout.train.progress.find_spec", lambda _: None)
     ended = train("--tensorboard")
     assert ended.exit_code == 2
     assert "--tensorboard: found no package tensorboard" in ended.stderr

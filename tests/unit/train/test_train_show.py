@@ -7,10 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from leadout.train import show
-from leadout.train.log import StepRecord, ValidationRecord
-from leadout.train.show import LINE_EVERY_STEPS, TrainProgress
-from leadout.train.validate import Acceptance, Validation
+from leadout.evaluate.acceptance import Acceptance, Validation
+from leadout.train import progress as show
+from leadout.train.progress import LINE_EVERY_STEPS, StepRecord, TrainProgress, ValidationRecord
 
 
 def step(number: int) -> StepRecord:

@@ -12,17 +12,16 @@ from small_runs import MakeRun
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.generate import acceptance_length, generate
 from leadout.dflash.target import Target
-from leadout.train.borrowed import TargetFiles, borrow
-from leadout.train.forward import BlockForward
-from leadout.train.run import Corpus
-from leadout.train.sequences import TrainingSequence
-from leadout.train.states import ComputedStates, Indexed
-from leadout.train.validate import (
+from leadout.evaluate.acceptance import (
     AcceptedDrafts,
     accepted_drafts,
     along_decoding,
     summarise,
 )
+from leadout.evaluate.blocks import BlockForward, TrainingSequence
+from leadout.evaluate.hidden_states import ComputedStates, Indexed
+from leadout.evaluate.target_weights import TargetFiles, borrow
+from leadout.train.run import Corpus
 
 NEW_TOKENS = 40
 

@@ -1,17 +1,13 @@
 """The nearest curve that never falls."""
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from leadout.tune.monotone import never_falling
+from leadout.stats import never_falling
 
 
 def rising(values: list[float], weights: list[float]) -> list[float]:
-    rows: tuple[Tensor, Tensor] = (
-        torch.tensor([values]).double(),
-        torch.tensor([weights]).double(),
-    )
-    return [round(value, 6) for value in never_falling(*rows)[0].tolist()]
+    found = never_falling(np.array([values]), np.array([weights], dtype=np.float64))
+    return [round(value, 6) for value in found[0].tolist()]
 
 
 def test_a_rising_curve_stays_as_it_is() -> None:
@@ -29,6 +25,6 @@ def test_a_point_without_weight_takes_its_neighbours_value() -> None:
 
 
 def test_every_row_is_on_its_own() -> None:
-    values = torch.tensor([[2.0, 1.0], [1.0, 2.0]]).double()
-    found = never_falling(values, torch.ones_like(values))
+    values = np.array([[2.0, 1.0], [1.0, 2.0]])
+    found = never_falling(values, np.ones_like(values))
     assert found.tolist() == [[1.5, 1.5], [1.0, 2.0]]

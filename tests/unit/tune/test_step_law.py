@@ -6,7 +6,7 @@ import pytest
 
 from leadout.engine.calibration import Prefill, StepTime, Turn, draft_lengths
 from leadout.tune.fit import StepLaw, fit_prefill, fit_steps
-from leadout.tune.request import TuneError
+from leadout.tune.settings import TuneError
 
 BARE = 0.050
 COUNTS = (0, 1, 2, 3, 5)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from leadout.engine.calibration import Gained, RoundResult
-from leadout.tune.accepted import fit_acceptance
+from leadout.tune.fit import fit_acceptance
 
 EASY, HARD = 0.95, 0.3
 TOKENS, COUNTS = 40, (0, 1, 3, 5)

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from leadout.tune.plan import batch_sizes, draft_counts, make_plan, make_rounds, product_seconds
+from leadout.tune.settings import batch_sizes, draft_counts, make_plan, make_rounds, product_seconds
 
 
 def test_batch_sizes_double_up_to_the_largest() -> None:

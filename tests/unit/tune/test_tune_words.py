@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from leadout.control.tuned import Tuned
-from leadout.tune.page import CHOSEN, page
-from leadout.tune.show import print_tuned
-from leadout.tune.words import NOTHING_GAINED, next_command, price, verdict
+from leadout.control.tuned_file import Tuned
+from leadout.tune.report import (
+    CHOSEN,
+    NOTHING_GAINED,
+    next_command,
+    page,
+    price,
+    print_tuned,
+    verdict,
+)
 from support.tuned_files import a_tuning
 
 GOOD, USELESS = a_tuning([0.9, 0.85, 0.8, 0.8]), a_tuning([0.02, 0.0, 0.0, 0.0])

@@ -1,0 +1,1 @@
+"""A simulator for the draft-length policy: synthetic traffic on modelled machines."""

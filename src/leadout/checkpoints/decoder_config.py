@@ -1,0 +1,334 @@
+"""Rotary embedding as config files spell it, old style and new.
+
+Old files have a flat `rope_theta` and perhaps a `rope_scaling`; files of transformers 5 have one
+`rope_parameters`. transformers lets a value inside these dictionaries win over a flat one; other
+readers do the opposite, so a file that says both must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+from pydantic import Field
+
+from leadout.checkpoints.config_fields import (
+    JsonObject,
+    Multiplier,
+    Positions,
+    StrictFields,
+    agreed,
+    validated,
+)
+from leadout.checkpoints.errors import CheckpointError
+from leadout.checkpoints.unsupported import unsupported
+from leadout.dflash.config import (
+    DrafterConfig,
+    LayerAttention,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    Yarn,
+)
+
+DEFAULT_THETA = 10_000.0  # what transformers assumes
+
+Theta = Annotated[float, Field(gt=1.0, le=1e12)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Stretch = Annotated[float, Field(ge=1.0, le=1e6)]
+Value = TypeVar("Value")
+
+
+class RopeSection(StrictFields, extra="forbid"):
+    """`rope_parameters` or `rope_scaling`, for all layers."""
+
+    rope_type: str | None = None
+    type: str | None = None  # the older name of rope_type
+    rope_theta: Theta | None = None
+    partial_rotary_factor: Share | None = None
+    factor: Stretch | None = None
+    original_max_position_embeddings: Positions | None = None
+    attention_factor: Multiplier | None = None
+    beta_fast: Multiplier | None = None
+    beta_slow: Multiplier | None = None
+    mscale: Annotated[float, Field(ge=0.0, le=1e3)] | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0.0, le=1e3)] | None = None
+    truncate: bool | None = None
+    low_freq_factor: Multiplier | None = None
+    high_freq_factor: Multiplier | None = None
+
+
+_ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_FIELDS_OF_TYPE = {
+    "default": _ALWAYS,
+    "linear": _ALWAYS | {"factor"},
+    "llama3": _ALWAYS
+    | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": _ALWAYS
+    | {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim", "truncate"},
+}
+
+
+class RopeFields(NamedTuple):
+    """The rope fields of a decoder section, as found."""
+
+    theta: float | None
+    fraction: float | None
+    parameters: Mapping[str, object] | None
+    scaling: Mapping[str, object] | None
+
+    @property
+    def says_nothing(self) -> bool:
+        return self.theta is None and not self.parameters and not self.scaling
+
+
+def read_rope(
+    fields: RopeFields, layer_types: frozenset[str], max_positions: int, path: Path, at: str
+) -> Rope:
+    """What the file's rope fields amount to; contradictions and unknown kinds are errors."""
+    flat: JsonObject = {"rope_theta": fields.theta, "partial_rotary_factor": fields.fraction}
+    named = {"rope_parameters": fields.parameters, "rope_scaling": fields.scaling}
+    prefix = f"{at}." if at else ""
+    ropes = {
+        prefix + name: _read_section(
+            _for_all_layers(section, layer_types, path, prefix + name),
+            flat,
+            max_positions,
+            path,
+            prefix + name,
+        )
+        for name, section in named.items()
+        if section
+    }
+    if not ropes:
+        return _read_section({}, flat, max_positions, path, at)
+    first, *others = ropes.items()
+    for name, rope in others:
+        if rope != first[1]:
+            raise CheckpointError(
+                path, name, rope, f"the same as {first[0]}: {first[1]}", "Remove one of the two."
+            )
+    return first[1]
+
+
+def write_rope(rope: Rope) -> JsonObject:
+    """Both spellings, so that every reader finds one it knows."""
+    parameters: JsonObject = {"rope_type": "default", "rope_theta": rope.theta}
+    match rope.scaling:
+        case LinearScaling(factor=factor):
+            parameters |= {"rope_type": "linear", "factor": factor}
+        case Llama3Scaling() as llama3:
+            parameters |= {
+                "rope_type": "llama3",
+                "factor": llama3.factor,
+                "low_freq_factor": llama3.low_freq_factor,
+                "high_freq_factor": llama3.high_freq_factor,
+                "original_max_position_embeddings": llama3.original_max_positions,
+            }
+        case Yarn() as yarn:
+            stated = {
+                "attention_factor": yarn.attention_factor,
+                "mscale": yarn.mscale,
+                "mscale_all_dim": yarn.mscale_all_dim,
+            }
+            parameters |= {
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": yarn.original_max_positions,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "truncate": yarn.truncate,
+                **{name: value for name, value in stated.items() if value is not None},
+            }
+    if rope.fraction != 1.0:
+        parameters["partial_rotary_factor"] = rope.fraction
+    return {"rope_theta": rope.theta, "rope_parameters": parameters}
+
+
+def describe_rope(rope: Rope) -> str:
+    """One line for people."""
+    words = [f"theta {rope.theta:.15g}"]
+    match rope.scaling:
+        case LinearScaling(factor=factor):
+            words.append(f"linear x{factor:g}")
+        case Llama3Scaling(factor=factor, original_max_positions=original):
+            words.append(f"llama3 x{factor:g} from {original}")
+        case Yarn(factor=factor, original_max_positions=original):
+            words.append(f"yarn x{factor:g} from {original}")
+    if rope.fraction != 1.0:
+        words.append(f"{rope.fraction:.0%} of each head")
+    return ", ".join(words)
+
+
+def _for_all_layers(
+    section: Mapping[str, object], layer_types: frozenset[str], path: Path, at: str
+) -> Mapping[str, object]:
+    """One dictionary per layer type is fine as long as the layers there are agree."""
+    per_type = {kind: section[kind] for kind in layer_types if isinstance(section.get(kind), dict)}
+    if not per_type:
+        return section
+    first, *others = per_type.values()
+    if len(per_type) < len(layer_types) or any(other != first for other in others):
+        raise unsupported(path, at, section, "a drafter whose layers rotate differently")
+    return first if isinstance(first, dict) else {}
+
+
+def _read_section(
+    section: Mapping[str, object], flat: JsonObject, max_positions: int, path: Path, at: str
+) -> Rope:
+    for name in ("mrope_section", "xdrope_section", "rope_dim", "use_fope", "short_factor"):
+        if section.get(name):
+            raise unsupported(
+                path, f"{at}.{name}", section[name], "another kind of rotary embedding"
+            )
+    stated = {
+        name: value
+        for name, value in section.items()
+        if value is not None and name not in ("finetuned", "mrope_interleaved")
+    }
+    read = validated(RopeSection, stated, path, at)
+    kind = agreed(path, f"{at}.rope_type", read.rope_type, read.type) or "default"
+    if kind not in _FIELDS_OF_TYPE:
+        raise unsupported(path, f"{at}.rope_type", kind, "another kind of rotary embedding")
+    for name in read.model_fields_set - _FIELDS_OF_TYPE[kind]:
+        raise CheckpointError(
+            path, f"{at}.{name}", getattr(read, name), f"no such field with type {kind}",
+            "Correct rope_type or remove the field.",
+        )  # fmt: skip
+    outside = validated(RopeSection, flat, path, "")
+    theta = agreed(path, f"{at}.rope_theta", read.rope_theta, outside.rope_theta)
+    fraction = agreed(
+        path,
+        f"{at}.partial_rotary_factor",
+        read.partial_rotary_factor,
+        outside.partial_rotary_factor,
+    )
+    return Rope(
+        theta=DEFAULT_THETA if theta is None else theta,
+        scaling=_scaling(read, kind, max_positions, path, at),
+        fraction=1.0 if fraction is None else fraction,
+    )
+
+
+def _scaling(
+    read: RopeSection, kind: str, max_positions: int, path: Path, at: str
+) -> Yarn | Llama3Scaling | LinearScaling | None:
+    if kind == "default":
+        return None
+    factor = _required(read.factor, path, f"{at}.factor")
+    if kind == "linear":
+        return LinearScaling(factor)
+    # transformers and vLLM both fall back to the maximal positions here.
+    original = read.original_max_position_embeddings or max_positions
+    if kind == "llama3":
+        low = _required(read.low_freq_factor, path, f"{at}.low_freq_factor")
+        high = _required(read.high_freq_factor, path, f"{at}.high_freq_factor")
+        if not low < high:
+            raise CheckpointError(
+                path, f"{at}.high_freq_factor", high, f"more than low_freq_factor ({low})",
+                "Correct the field.",
+            )  # fmt: skip
+        return Llama3Scaling(factor, low, high, original)
+    stated = {
+        name: value
+        for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        if (value := getattr(read, name)) is not None
+    }
+    return Yarn(factor, original, **stated, truncate=read.truncate is not False)
+
+
+def _required(value: Value | None, path: Path, field: str) -> Value:
+    if value is None:
+        raise CheckpointError(path, field, value, "a number", "Write the field explicitly.")
+    return value
+
+
+# What a format's reader hands on, and the small steps both readers share.
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+# Where Leadout's names differ from the names both formats use.
+FILE_NAMES = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "target_num_layers": "num_target_layers",
+    "own_embedding": "embed_tokens.weight",
+    "own_head": "lm_head.weight",
+    "embedding_scale": "input_embedding_scale",
+    "logit_multiplier": "output_multiplier",
+    "logit_softcap": "final_logit_softcapping",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReading:
+    """A config file, understood."""
+
+    config: DrafterConfig
+    target_name: str | None = None  # the target the file names
+    draft_tokens: int | None = None  # the K the file asks for
+    notes: tuple[str, ...] = ()
+    kept: JsonObject = field(default_factory=dict)  # unknown fields that compute nothing
+
+
+def require_layer_types(
+    layer_types: Sequence[str], num_layers: int, path: Path, at: str
+) -> tuple[str, ...]:
+    """The stated kinds of the layers, one for each."""
+    name = f"{at}.layer_types" if at else "layer_types"
+    for kind in layer_types:
+        if kind not in (FULL, SLIDING):
+            raise unsupported(path, name, kind, "a drafter with another kind of attention")
+    if len(layer_types) != num_layers:
+        raise CheckpointError(
+            path,
+            name,
+            list(layer_types),
+            f"one entry for each of the {num_layers} layers (num_hidden_layers)",
+            "Correct the list.",
+        )
+    return tuple(layer_types)
+
+
+def write_decoder(config: DrafterConfig, path: Path) -> JsonObject:
+    """The decoder's fields in the names of Qwen3Config, every one explicit."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.vocab_size,
+        **write_rope(config.rope),
+        **_write_windows(config.layers, path),
+    }
+
+
+def _write_windows(layers: Sequence[LayerAttention], path: Path) -> JsonObject:
+    """The windows in the fields of transformers, which know one size for all sliding layers."""
+    windows = {layer.window for layer in layers} - {None}
+    if len(windows) > 1:
+        raise CheckpointError(
+            path,
+            "sliding_window",
+            sorted(window for window in windows if window),
+            "one window size for all sliding layers",
+            "No published format can hold this drafter.",
+        )
+    return {
+        "layer_types": [FULL if layer.window is None else SLIDING for layer in layers],
+        "sliding_window": next(iter(windows), None),
+        # Without it, transformers forgets the window.
+        "use_sliding_window": bool(windows),
+    }

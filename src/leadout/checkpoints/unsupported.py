@@ -1,0 +1,146 @@
+"""Checkpoints close to DFlash that compute something else: recognised, named and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from leadout.checkpoints.config_fields import JsonObject
+from leadout.checkpoints.errors import UnsupportedCheckpointError
+
+_DFLASH2 = "DFlash 2, which adds convolutions and a candidate selector"
+_DSPARK = "DSpark, which samples from the anchor and adds a Markov head"
+_LAGUNA = "a Laguna drafter, which gates its heads and norms every tapped layer by itself"
+_MUSE = "a Muse Glimmer assistant, which has its own tensor names and embedding rule"
+_EAGLE = "EAGLE, which drafts one token after another"
+_SINKS = "attention sinks"
+_QUANTIZED = "a quantized drafter"
+
+# A piece of the architecture's name, in the order to look for them.
+_ARCHITECTURES = {
+    "DFlash2": _DFLASH2,
+    "DSpark": _DSPARK,
+    "Laguna": _LAGUNA,
+    "MuseGlimmer": _MUSE,
+    "Eagle": _EAGLE,
+    "EAGLE": _EAGLE,
+    "LiLiCorr": "LiLiCorr, which rescores candidates with a second transformer",
+    "Medusa": "Medusa, which has one head per drafted token",
+}
+
+_SPECULATORS_TYPES = {
+    "dflash2": _DFLASH2,
+    "dspark": _DSPARK,
+    "eagle": _EAGLE,
+    "eagle3": _EAGLE,
+    "peagle": "P-EAGLE",
+    "mtp": "multi-token prediction",
+    "xpress": "XPress, which refines its drafts in further passes",
+}
+
+
+class _Feature(NamedTuple):
+    what: str
+    harmless: tuple[object, ...] = ()  # values that switch it off; null always does
+
+
+# These are looked for in every section of a config, since readers disagree about the place.
+_FEATURES = {
+    "conv_kernel_size": _Feature(_DFLASH2),
+    "conv_group_size": _Feature(_DFLASH2),
+    "selector_rank": _Feature(_DFLASH2),
+    "selector_top_k": _Feature(_DFLASH2),
+    "markov_rank": _Feature(_DSPARK),
+    "markov_head_type": _Feature(_DSPARK),
+    "enable_confidence_head": _Feature(_DSPARK, (False,)),
+    "sample_from_anchor": _Feature("blocks whose anchor slot predicts too (DSpark)", (False,)),
+    "projector_type": _Feature("another projector than DFlash's", ("dflash",)),
+    "attention_mode": _Feature("latent attention", ("gqa", "mha")),
+    "attention_sink_bias": _Feature(_SINKS, (False,)),
+    "add_swa_attention_sink_bias": _Feature(_SINKS, (False,)),
+    "add_full_attention_sink_bias": _Feature(_SINKS, (False,)),
+    "attention_value_scale": _Feature("scaled attention values", (1, 1.0)),
+    "hc_mult": _Feature("a target with several residual streams (hyper-connections)", (1,)),
+    "gating": _Feature("gated attention heads", (False,)),
+    "is_neox_style": _Feature("interleaved rotary embedding", (True,)),
+    "rope_is_neox_style": _Feature("interleaved rotary embedding", (True,)),
+    "use_aux_hidden_state": _Feature("a drafter without tapped target layers", (True,)),
+    "logit_scale": _Feature("scaled logits that vLLM applies and z-lab's code does not", (1, 1.0)),
+    "hidden_act": _Feature("another activation than SiLU", ("silu",)),
+    "eagle_config": _Feature(_EAGLE, ({},)),
+    "per_layer_config": _Feature("layers of different sizes", ({},)),
+    "quantization_config": _Feature(_QUANTIZED, ({},)),
+    "compression_config": _Feature(_QUANTIZED, ({},)),
+}
+
+# A piece of a tensor's name that gives a relative away.
+_TENSORS = {
+    "attention_conv.": _DFLASH2,
+    "mlp_conv.": _DFLASH2,
+    "candidate_selector.": _DFLASH2,
+    "markov": _DSPARK,
+    "confidence_head": _DSPARK,
+    ".g_proj.": _LAGUNA,
+    "aux_hidden_norms.": _LAGUNA,
+    "encoder.": _MUSE,
+    "midlayer.": _EAGLE,
+    "attention_sink_bias": _SINKS,
+    "mask_hidden": "a trained mask embedding",
+    "mask_embedding": "a trained mask embedding",
+    "qkv_proj": "fused query, key and value projections",
+    "gate_up_proj": "fused gate and up projections",
+    "weight_scale": _QUANTIZED,
+    "weight_packed": _QUANTIZED,
+    ".scales": _QUANTIZED,
+    ".biases": _QUANTIZED,
+    "qweight": _QUANTIZED,
+}
+
+
+def refuse_relatives(config: JsonObject, path: Path) -> None:
+    """Refuse a config whose architecture, declared type or fields are those of a relative."""
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        for piece, what in _ARCHITECTURES.items():
+            if isinstance(name, str) and piece in name:
+                raise unsupported(path, "architectures", name, what)
+    kind = config.get("speculators_model_type")
+    if isinstance(kind, str) and kind in _SPECULATORS_TYPES:
+        raise unsupported(path, "speculators_model_type", kind, _SPECULATORS_TYPES[kind])
+    _refuse_features(config, path, "")
+    for section in ("dflash_config", "transformer_layer_config"):
+        fields = config.get(section)
+        if isinstance(fields, dict):
+            _refuse_features(fields, path, f"{section}.")
+
+
+def without_features(section: JsonObject) -> JsonObject:
+    """The section without the fields of relatives, which are switched off once not refused."""
+    return {name: value for name, value in section.items() if name not in _FEATURES}
+
+
+def relative_of_tensor(name: str) -> str | None:
+    """What a tensor of this name belongs to, when it is not part of a DFlash drafter."""
+    return next((what for piece, what in _TENSORS.items() if piece in name), None)
+
+
+def unsupported(path: Path, field: str, found: object, what: str) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        path,
+        field,
+        found,
+        "a plain DFlash drafter",
+        f"This is {what}; Leadout does not implement it. Use another drafter.",
+    )
+
+
+def _refuse_features(section: JsonObject, path: Path, prefix: str) -> None:
+    for name, feature in _FEATURES.items():
+        value = section.get(name)
+        if value is not None and not _is_one_of(value, feature.harmless):
+            raise unsupported(path, prefix + name, value, feature.what)
+
+
+def _is_one_of(value: object, candidates: tuple[object, ...]) -> bool:
+    # 1 == True, but a flag in place of a number is not harmless.
+    return any(value == other and type(value) is type(other) for other in candidates)

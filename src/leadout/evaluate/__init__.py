@@ -1,0 +1,1 @@
+"""What `train`, `check` and `learn` share: target weights, hidden states, blocks, acceptance."""

@@ -1,0 +1,183 @@
+"""Statistics of measurements: 95% confidence intervals, bootstrap, ratios, monotone curves.
+
+scipy is imported where it is used: reading a file with intervals in it must stay fast.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+LEVEL = 0.95
+RESAMPLES = 2000
+MIN_ROUNDS_FOR_INTERVAL = 3
+
+
+class Interval(BaseModel):
+    """A measured number with its 95% confidence interval."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Interval:
+        return Interval(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+    def plus(self, term: float) -> Interval:
+        return Interval(value=self.value + term, low=self.low + term, high=self.high + term)
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ".2f"
+        return f"{self.value:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
+    def __str__(self) -> str:
+        return f"{self:.2f}"
+
+
+def bootstrap(count: int, statistic: Callable[[Indices], Any]) -> Interval:
+    """The statistic of `count` units, with a percentile bootstrap over the units.
+
+    `statistic` takes indices of units [..., count] and returns one number for each row.
+    """
+    from scipy import stats
+
+    units = np.arange(count)
+    value = float(statistic(units))
+    if count < 2:
+        return Interval(value=value, low=value, high=value)
+    result = stats.bootstrap(
+        (units,),
+        lambda drawn, axis: statistic(drawn),
+        n_resamples=RESAMPLES,
+        batch=200,
+        vectorized=True,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Interval(value=value, low=float(result.low), high=float(result.high))
+
+
+def ratio_interval(parts: Floats, wholes: Floats) -> Interval:
+    """Sum of parts over sum of wholes, both [units], with a bootstrap interval over units."""
+    return bootstrap(
+        len(parts),
+        lambda drawn: parts[drawn].sum(-1) / np.maximum(wholes[drawn].sum(-1), 1),
+    )
+
+
+class Spread(BaseModel):
+    """A median over rounds with its range, quartiles and interval."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rounds: int
+    median: float
+    low: float  # the smallest
+    high: float  # the largest
+    lower_quartile: float
+    upper_quartile: float
+    interval: tuple[float, float] | None  # 95%, of the median; None with too few rounds
+
+
+def spread(values: Sequence[float]) -> Spread:
+    found = np.asarray(values, dtype=np.float64)
+    lower, upper = np.percentile(found, [25, 75])
+    interval = None
+    if len(values) >= MIN_ROUNDS_FOR_INTERVAL:
+        of_median = bootstrap(len(values), lambda drawn: np.median(found[drawn], axis=-1))
+        interval = (of_median.low, of_median.high)
+    return Spread(
+        rounds=len(values),
+        median=statistics.median(values),
+        low=min(values),
+        high=max(values),
+        lower_quartile=float(lower),
+        upper_quartile=float(upper),
+        interval=interval,
+    )
+
+
+def ratios(arm: Mapping[int, float], bare: Mapping[int, float]) -> dict[int, float]:
+    """Ratios by round, for the rounds in which both arms were measured."""
+    return {number: arm[number] / bare[number] for number in sorted(arm) if number in bare}
+
+
+def geometric_mean(by_set: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Geometric mean over prompt sets, for the rounds that all of them have."""
+    rounds = set.intersection(*(set(one) for one in by_set)) if by_set else set()
+    return {
+        number: math.exp(statistics.fmean(math.log(one[number]) for one in by_set))
+        for number in sorted(rounds)
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
+DRAWS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An estimate with its bootstrap draws, so that what is computed from it has an interval too.
+
+    `values[0]` is the estimate from all measurements, the others are those of the draws.
+    """
+
+    values: Floats  # [1 + DRAWS]
+
+    @classmethod
+    def exactly(cls, value: float) -> Sampled:
+
+        return cls(np.full(1 + DRAWS, value))
+
+    def __add__(self, other: Sampled) -> Sampled:
+        return Sampled(self.values + other.values)
+
+    def __truediv__(self, other: Sampled) -> Sampled:
+        return Sampled(self.values / other.values)
+
+    def interval(self) -> Interval:
+
+        edge = (1 - LEVEL) / 2
+        low, high = np.quantile(self.values[1:], [edge, 1 - edge])
+        return Interval(value=float(self.values[0]), low=float(low), high=float(high))
+
+
+def multiplicities(units: int, seed: int) -> Floats:
+    """How often each unit counts, [1 + DRAWS, units]: once, then as drawn with replacement."""
+    drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=DRAWS)
+    return np.concatenate([np.ones((1, units)), drawn.astype(np.float64)])
+
+
+_MIN_WEIGHT = 1e-9  # a point that a draw left out takes the value of its neighbours
+
+
+def never_falling(values: Floats, weights: Floats) -> Floats:
+    """Weighted isotonic regression of each row of [draws, places].
+
+    Verifying or drafting more never costs less, and more drafts never yield fewer tokens. Without
+    this constraint the best K is often just the one with the luckiest measurement.
+    """
+    from scipy.optimize import isotonic_regression
+
+    weights = np.maximum(weights, _MIN_WEIGHT)
+    rows = [
+        isotonic_regression(row, weights=heavy).x
+        for row, heavy in zip(values, weights, strict=True)
+    ]
+    return np.stack(rows)
