@@ -1,29 +1,66 @@
-"""Entry point of the console script: registers the commands, nothing else."""
+"""Entry point of the console script: registers the commands and reports their errors.
+
+Exit codes, for every command: 0 success or fit, 1 a negative finding, 2 wrong usage or could not
+run, 3 undecided, 130 interrupted (see `leadout.errors`).
+"""
+
+import os
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from leadout.cli import bench, check, convert, data, env, inspect, learn, serve, train, tune
+from leadout.cli.options import PanelCommand, settings_command
+from leadout.errors import FAILED, LeadoutError
 from leadout.version import __version__
+
+INTERRUPTED = 130  # the shell's code for a process that Ctrl-C ended
+
+
+class Commands(TyperGroup):
+    """Turns errors that are meant for a user into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LeadoutError as problem:
+            typer.echo(f"error: {problem}", err=True)
+            raise typer.Exit(problem.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("leadout: stopped by Ctrl-C.", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except OSError as problem:  # a full disk, a missing permission: the system's own words
+            if problem.errno is None or os.environ.get("LEADOUT_TRACEBACK"):
+                raise
+            place = f"{problem.filename}: " if problem.filename else ""
+            typer.echo(f"error: {place}{problem.strerror}.", err=True)
+            raise typer.Exit(FAILED) from None
+
 
 app = typer.Typer(
     name="leadout",
+    cls=Commands,
     help="DFlash speculative decoding on vLLM: from training a drafter to keeping it fast.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    serve.serve
-)
-app.command("tune")(tune.tune)
+app.command(
+    "serve",
+    cls=PanelCommand,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(serve.serve)
+app.command("tune", cls=PanelCommand)(tune.tune)
 app.command("check", cls=check.VerdictCommand)(check.check)
-app.command("bench", context_settings={"allow_extra_args": True})(bench.bench)
-app.command("data")(data.data)
-app.command("inspect")(inspect.inspect)
-app.command("convert")(convert.convert)
-app.command("train", cls=train.TrainCommand)(train.train)
-app.command("learn", cls=learn.LearnCommand)(learn.learn)
-app.command("env")(env.env)
+app.command("bench", cls=PanelCommand, context_settings={"allow_extra_args": True})(bench.bench)
+app.command("data", cls=PanelCommand)(data.data)
+app.command("inspect", cls=PanelCommand)(inspect.inspect)
+app.command("convert", cls=PanelCommand)(convert.convert)
+app.command("train", cls=settings_command("leadout.train.config:TrainConfig"))(train.train)
+app.command("learn", cls=settings_command("leadout.learn.config:LearnConfig"))(learn.learn)
+app.command("env", cls=PanelCommand)(env.env)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+
+from leadout.cli.options import PanelCommand
 
 WRONG_USE = 2  # typer's exit code for a wrong flag, and here that of a verdict
 CANNOT = 3
 
 
-class VerdictCommand(TyperCommand):
+class VerdictCommand(PanelCommand):
     """A command whose exit codes 0, 1 and 2 are its verdict, so that a wrong flag must not be 2."""
 
     def make_context(self, *words: Any, **settings: Any) -> Any:
@@ -64,7 +65,7 @@ def check(
     from leadout.console import StageBars
 
     if not static:
-        needs.require("check", exit_code=CANNOT)
+        needs.require("check")
     _require_sense(static, baseline, fix, {"--report": report, "--save": save})
 
     from leadout.check.baseline import read_baseline, require_same_pair

@@ -8,11 +8,7 @@ from typing import Annotated
 
 import typer
 
-from leadout.cli.options import CommandWithFields, settings_of
-
-
-class LearnCommand(CommandWithFields):
-    model = "leadout.learn.config:LearnConfig"
+from leadout.cli.options import settings_of
 
 
 def learn(
@@ -51,49 +47,25 @@ def learn(
 
     needs.require("learn")
 
-    from leadout.checkpoints import CheckpointError
     from leadout.console import StageBars
-    from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.child_process import DecodeError
-    from leadout.evaluate.target_weights import MissingTensorError
     from leadout.learn.config import LearnConfig, LearnError, LearnRequest
     from leadout.learn.cycle import learn as carry_out
     from leadout.learn.promote import start_registry
     from leadout.learn.report import print_result
-    from leadout.models import ModelNotFoundError
-    from leadout.shards import ShardError
-    from leadout.train.config import InvalidTrainConfigError
 
-    try:
-        if target is None:
-            raise LearnError("TARGET: found nothing, wanted the target that is served; name it")
-        if start is not None:
-            begun = start_registry(target, registry, start)
-            typer.echo(begun.model_dump_json(indent=2) if as_json else begun.text())
-            return
-        config = LearnConfig.of_flags(settings_of(context))
-        if traffic is None or replay is None:
-            missing = "--traffic" if traffic is None else "--replay"
-            raise LearnError(
-                f"{missing}: found nothing, wanted a folder; see `leadout learn --help`"
-            )
-        place = work or registry / "work"
-        request = LearnRequest(target, registry, traffic, replay, place, config)
-        result = carry_out(request, lambda: StageBars("learn"))
-    except (
-        CheckpointError,
-        InvalidTrainConfigError,
-        LearnError,
-        MissingTensorError,
-        ModelNotFoundError,
-        ShardError,
-        UnsupportedTargetError,
-    ) as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(2) from None
-    except (DecodeError, FloatingPointError) as problem:
-        typer.echo(f"leadout learn: {problem}", err=True)
-        raise typer.Exit(1) from None
+    if target is None:
+        raise LearnError("TARGET is required: the folder or hub name of the served target.")
+    if start is not None:
+        begun = start_registry(target, registry, start)
+        typer.echo(begun.model_dump_json(indent=2) if as_json else begun.text())
+        return
+    config = settings_of(context, LearnConfig)
+    if traffic is None or replay is None:
+        missing = "--traffic" if traffic is None else "--replay"
+        raise LearnError(f"{missing} is required. See `leadout learn --help`.")
+    place = work or registry / "work"
+    request = LearnRequest(target, registry, traffic, replay, place, config)
+    result = carry_out(request, lambda: StageBars("learn"))
     if result is None:  # only the leading rank speaks
         return
     if as_json:
@@ -103,14 +75,9 @@ def learn(
 
 
 def _show_status(registry: Path, as_json: bool) -> None:
-    from leadout.checkpoints import CheckpointError
     from leadout.learn.report import print_status, read_status
 
-    try:
-        found = read_status(registry)
-    except CheckpointError as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(2) from None
+    found = read_status(registry)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
     else:

@@ -8,11 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from leadout.cli.options import CommandWithFields, settings_of
-
-
-class TrainCommand(CommandWithFields):
-    model = "leadout.train.config:TrainConfig"
+from leadout.cli.options import settings_of
 
 
 def train(
@@ -44,47 +40,12 @@ def train(
 
     needs.require("train")
 
-    from leadout.checkpoints import CheckpointError
-    from leadout.dflash.config import InvalidDrafterError
-    from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.child_process import DecodeError
-    from leadout.evaluate.target_weights import MissingTensorError
-    from leadout.models import ModelNotFoundError
-    from leadout.shards import ShardError
-    from leadout.train.command import (
-        RESOLVED,
-        Command,
-        NothingToResumeError,
-        RunExistsError,
-        carry_out,
-    )
-    from leadout.train.config import InvalidTrainConfigError, TrainConfig
-    from leadout.train.init import NoMaskTokenError
-    from leadout.train.run import UnfitDataError
-    from leadout.train.served import ServedDiffersError
+    from leadout.train.command import RESOLVED, Command, carry_out
+    from leadout.train.config import TrainConfig
 
     if resume and config is None and (out / RESOLVED).exists():
         config = out / RESOLVED  # a continued run has its settings already
-    try:
-        resolved = TrainConfig.resolve(config, settings_of(context))
-        report = carry_out(Command(target, data, out, resolved, to, resume, plan, tensorboard))
-    except (
-        CheckpointError,
-        InvalidDrafterError,
-        InvalidTrainConfigError,
-        MissingTensorError,
-        ModelNotFoundError,
-        NoMaskTokenError,
-        NothingToResumeError,
-        RunExistsError,
-        ShardError,
-        UnfitDataError,
-        UnsupportedTargetError,
-    ) as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(2) from None
-    except (DecodeError, FloatingPointError, ServedDiffersError) as problem:
-        typer.echo(f"leadout train: {problem}", err=True)
-        raise typer.Exit(1) from None
-    if report is not None:  # only the leading rank speaks
+    resolved = settings_of(context, TrainConfig, config)
+    report = carry_out(Command(target, data, out, resolved, to, resume, plan, tensorboard))
+    if report is not None:  # only the leading rank reports
         typer.echo(report.model_dump_json(indent=2) if as_json else report.text())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
 from leadout.errors import LeadoutError
+from leadout.settings import Settings
 
 DEFAULT_MINUTES = 30.0
 
@@ -17,10 +18,10 @@ class LearnError(LeadoutError):
     """A cycle that cannot be carried out as asked."""
 
 
-class LearnConfig(BaseModel):
+class LearnConfig(Settings):
     """One cycle."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    command = "learn"
 
     minutes: Annotated[
         float | None, Field(gt=0, description=f"Time to train for, {DEFAULT_MINUTES:g} unless set.")
@@ -50,22 +51,11 @@ class LearnConfig(BaseModel):
         Field(ge=0, description="It must not fall on replayed data by more than this, surely."),
     ] = 0.03
 
-    @classmethod
-    def of_flags(cls, flags: dict[str, Any]) -> Self:
-        given = {name: value for name, value in flags.items() if value is not None}
-        if "minutes" in given and "tokens" in given:
-            raise LearnError(
-                f"--tokens {given['tokens']}: found --minutes too, wanted one budget; leave one out"
-            )
-        try:
-            return cls.model_validate(given)
-        except ValidationError as problem:
-            first = problem.errors()[0]
-            name = str(first["loc"][0]).replace("_", "-")
-            raise LearnError(
-                f"--{name}: found {first['input']!r}, {first['msg'].lower()}; see "
-                "`leadout learn --help`"
-            ) from None
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if self.minutes is not None and self.tokens is not None:
+            raise ValueError("--minutes and --tokens are two budgets; give one of them.")
+        return self
 
 
 # What `leadout learn` is asked to do.

@@ -126,7 +126,7 @@ RATE_SHARE = 0.5  # of the learning rate that the drafter was trained with
 def first_settings(drafter: Path) -> TrainConfig:
     """What the drafter was first trained with, as far as it tells."""
     path = drafter / SETTINGS
-    return TrainConfig.resolve(path if path.exists() else None, {})
+    return TrainConfig.resolve({}, path if path.exists() else None)
 
 
 def require_learnable(checkpoint: Checkpoint) -> None:

@@ -16,7 +16,8 @@ from leadout.evaluate.ranks import Ranks, joined_ranks
 from leadout.files import replacing
 from leadout.models import local_folder
 from leadout.pairing import read_target
-from leadout.train.config import InvalidTrainConfigError, TrainConfig
+from leadout.settings import SettingsError
+from leadout.train.config import TrainConfig
 from leadout.train.export import write_best, write_companions
 from leadout.train.loop import RunNumbers
 from leadout.train.plan import Plan, make_plan
@@ -136,11 +137,11 @@ def _require_place(command: Command, config: TrainConfig) -> None:
             f"--out {command.out}: found no {RESOLVED}, wanted a run to continue; leave --resume "
             "out to start one"
         )
-    before = TrainConfig.resolve(resolved, {})
+    before = TrainConfig.resolve({}, resolved)
     for name in TrainConfig.model_fields:
         old, new = getattr(before, name), getattr(config, name)
         if old != new and name not in _MAY_CHANGE:
-            raise InvalidTrainConfigError(
+            raise SettingsError(
                 f"--{name.replace('_', '-')}: found {new!r}, the run in {command.out} has {old!r}; "
                 "a continued run keeps its settings: repeat them, or start another run"
             )

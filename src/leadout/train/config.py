@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from leadout.errors import LeadoutError
-
-
-class InvalidTrainConfigError(LeadoutError):
-    """A setting that cannot be: names the flag or key, the value found, the value wanted."""
+from leadout.settings import Settings
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(Settings):
     """A training run. None means: chosen from the target, the data and the machine, and written
     back, so that the resolved file repeats the run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    command = "train"
 
     # The drafter.
     layers: Annotated[int, Field(ge=1, description="Draft layers.")] = 5
@@ -93,47 +88,3 @@ class TrainConfig(BaseModel):
         bool, Field(description="Compile the drafter; every sequence is padded to --max-length.")
     ] = False
     seed: Annotated[int, Field(description="Of anchors, order and initial weights.")] = 0
-
-    @classmethod
-    def resolve(cls, file: Path | None, flags: dict[str, Any]) -> Self:
-        """Flags before the yaml file, the file before the defaults."""
-        values = _read_yaml(file) if file is not None else {}
-        values |= {name: value for name, value in flags.items() if value is not None}
-        try:
-            return cls.model_validate(values)
-        except ValidationError as problem:
-            first = problem.errors()[0]
-            name = str(first["loc"][0])
-            given = flags.get(name) is not None
-            where = f"--{name.replace('_', '-')}" if given else f"{file}: {name}"
-            raise InvalidTrainConfigError(
-                f"{where}: found {first['input']!r}, {first['msg'].lower()}; see "
-                "`leadout train --help`"
-            ) from None
-
-    def write(self, path: Path) -> None:
-        import yaml
-
-        from leadout.files import replacing
-
-        with replacing(path) as temporary:
-            values = self.model_dump(mode="json")
-            temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as problem:
-        raise InvalidTrainConfigError(
-            f"--config {path}: found {str(problem).splitlines()[0]}, wanted a yaml file; check it"
-        ) from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise InvalidTrainConfigError(
-            f"--config {path}: found a {type(values).__name__}, wanted one `name: value` a line"
-        )
-    return values

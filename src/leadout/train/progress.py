@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from leadout.console import ShownBar
 from leadout.evaluate.acceptance import Validation
 from leadout.files import replacing
-from leadout.train.config import InvalidTrainConfigError, TrainConfig
+from leadout.settings import SettingsError
+from leadout.train.config import TrainConfig
 from leadout.train.served import ServedAcceptance
 
 LOG = "log.jsonl"
@@ -176,7 +177,7 @@ class TrainProgress(ShownBar):
 
 def require_tensorboard() -> None:
     if find_spec("tensorboard") is None:
-        raise InvalidTrainConfigError(
+        raise SettingsError(
             "--tensorboard: found no package tensorboard, wanted it; pip install tensorboard, or "
             "leave the flag out: log.jsonl has the same numbers"
         )

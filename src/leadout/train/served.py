@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from leadout.checkpoints import load_drafter
 from leadout.dflash.target import Target
 from leadout.engine.offline import SessionRequest, run_session_apart
-from leadout.errors import LeadoutError
+from leadout.errors import NEGATIVE, LeadoutError
 from leadout.evaluate.acceptance import accepted_drafts, along_decoding, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates, load_model
@@ -26,6 +26,8 @@ LARGEST_DIFFERENCE = 0.05
 
 class ServedDiffersError(LeadoutError):
     """The engine accepts another number of drafts than validation says."""
+
+    exit_code = NEGATIVE
 
 
 class ServedAcceptance(BaseModel):

@@ -26,8 +26,8 @@ def test_every_setting_is_a_flag_with_its_help() -> None:
         flag = flags()[f"--{name.replace('_', '-')}"]
         assert flag.default is None, name  # the default is the model's
         assert flag.help.startswith(field.description), name
-        if field.default is not None:
-            assert f"({field.default})" in flag.help
+        if field.default not in (None, False):
+            assert f"[default: {field.default}]" in flag.help
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_a_continued_run_needs_no_settings(given: list[Any], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--block-size", "1"), "error: --block-size: found 1"),
+        (("--block-size", "1"), "error: --block-size: got 1"),
         (("--optimizer", "sgd"), "'sgd' is not one of"),
-        (("--config", "nowhere.yaml"), "error: --config nowhere.yaml: found"),
+        (("--config", "nowhere.yaml"), "error: nowhere.yaml does not exist"),
     ],
 )
 def test_a_wrong_flag_ends_with_2(words: tuple[str, ...], message: str) -> None:

@@ -20,6 +20,7 @@ from leadout.learn.prepare import (
     validations_within,
     with_steps,
 )
+from leadout.settings import SettingsError
 from leadout.shards import Samples, ShardWriter
 from leadout.train.config import TrainConfig
 from leadout.train.draft_vocab import narrow
@@ -104,7 +105,7 @@ def test_a_drafter_with_a_reduced_vocabulary_is_refused(world: World, tmp_path: 
 
 
 def test_two_budgets_are_refused() -> None:
-    with pytest.raises(LearnError, match="--tokens 5: found --minutes too"):
-        LearnConfig.of_flags({"minutes": 1.0, "tokens": 5})
-    with pytest.raises(LearnError, match="--held-out: found 2"):
-        LearnConfig.of_flags({"held_out": 2.0, "tokens": None})
+    with pytest.raises(SettingsError, match="--minutes and --tokens are two budgets"):
+        LearnConfig.resolve({"minutes": 1.0, "tokens": 5})
+    with pytest.raises(SettingsError, match="--held-out: got 2"):
+        LearnConfig.resolve({"held_out": 2.0, "tokens": None})

@@ -52,11 +52,11 @@ def test_it_is_read_by_machines(registry: Path) -> None:
     ("words", "told"),
     [
         (["--status"], "wanted a registry with a version to serve"),
-        ([], "TARGET: found nothing"),
-        (["tiny"], "--traffic: found nothing"),
-        (["tiny", "--traffic", "t"], "--replay: found nothing"),
-        (["tiny", "--minutes", "0"], "--minutes: found 0.0"),
-        (["tiny", "--minutes", "1", "--tokens", "5"], "--tokens 5: found --minutes too"),
+        ([], "TARGET is required"),
+        (["tiny"], "--traffic is required"),
+        (["tiny", "--traffic", "t"], "--replay is required"),
+        (["tiny", "--minutes", "0"], "--minutes: got 0.0"),
+        (["tiny", "--minutes", "1", "--tokens", "5"], "are two budgets"),
     ],
 )
 def test_what_is_missing_is_told(words: list[str], told: str, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_run_ends_with_a_drafter_and_all_that_belongs_to_it(
     assert report["served"]["served_steps"] > 20
     # The resolved settings repeat the run.
     for place in (tmp_path / "out", folder):
-        config = TrainConfig.resolve(place / "training.yaml", {})
+        config = TrainConfig.resolve({}, place / "training.yaml")
         assert config.model_dump(mode="json") == report["config"]
         assert config.mask_token_id is not None
         assert config.target_layer_ids == (1, 2, 3)
@@ -213,7 +213,7 @@ def test_an_engine_that_dies_fails_the_run_with_its_last_words(
 
     monkeypatch.setattr(served, "run_session_apart", fails)
     ended = train("--epochs", "0.3")
-    assert ended.exit_code == 1
+    assert ended.exit_code == 2
     assert "no room" in ended.stderr
     # A later attempt needs no training: the run is there.
     monkeypatch.setattr(served, "run_session_apart", reference_decode)
@@ -300,7 +300,7 @@ def test_a_continued_run_keeps_its_settings(
     # How often it looks and saves may change.
     monkeypatch.setattr(Run, "train", dies)
     assert isinstance(train("--resume", "--save-every", "7").exception, KilledError)
-    assert TrainConfig.resolve(begun / "training.yaml", {}).save_every == 7
+    assert TrainConfig.resolve({}, begun / "training.yaml").save_every == 7
 
 
 def test_a_continued_run_keeps_its_data(
