@@ -17,7 +17,7 @@ def test_text_is_the_same_with_a_random_drafter_and_with_an_oracle(
 ) -> None:
     sets = [SHARED / "data" / "prompts" / f"{name}.jsonl" for name in ("gsm8k", "humaneval")]
     result = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "scripts" / "prove_lossless.py", smollm2, *sets]
+    command = [sys.executable, ROOT / "experiments" / "lossless_smollm2.py", smollm2, *sets]
     options = ["--prompts", "8", "--tokens", "20", "--batch-sizes", "1", "8", "--out", result]
     subprocess.run([*command, *options], check=True)
     arms = json.loads(result.read_text())["arms"]

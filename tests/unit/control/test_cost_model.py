@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from control_simulator.traffic import MACHINES
 
+from control_simulator.traffic import MACHINES
 from leadout.control.cost_model import STUBBORN, LearnedCosts, Prices, StepCosts
 
 MOST = 7

@@ -5,9 +5,9 @@ import time
 from itertools import pairwise
 
 import pytest
+
 from control_simulator.simulator import Machine
 from control_simulator.traffic import MACHINES
-
 from leadout.control.acceptance_model import AcceptanceCurve, Outcome
 from leadout.control.policy import (
     NOTICE_STEPS,

@@ -1,6 +1,7 @@
 """The policy against an oracle, on a part of the grid that results/control holds whole."""
 
 import pytest
+
 from control_simulator.simulator import Machine, run_bare, run_oracle, run_policy
 from control_simulator.traffic import (
     HELD_OUT,
@@ -12,7 +13,6 @@ from control_simulator.traffic import (
     level,
     recorded,
 )
-
 from leadout.control.acceptance_model import AcceptanceCurve
 from leadout.control.cost_model import StepCosts
 from leadout.control.policy import Policy

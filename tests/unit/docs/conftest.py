@@ -1,7 +1,7 @@
-"""The scripts that make parts of the documentation are imported as they are run: from scripts/."""
+"""The scripts that generate parts of the documentation are imported from docs/build/."""
 
 import sys
 
 from support.models import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "docs" / "build"))

@@ -1,6 +1,6 @@
 """Every number that a page tells in its prose is a claim, and every claim is what a file says.
 
-Tables are made from results by scripts/fill_docs.py and compared elsewhere; here is the rest. A
+Tables are made from results by docs/build/fill_docs.py and compared elsewhere; here is the rest. A
 page with a number that no claim covers fails, and so does a claim that a page does not make.
 """
 
@@ -55,7 +55,7 @@ def claims() -> dict[str, list[str]]:
     drafter = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
     weights = (drafter / "model.safetensors").stat().st_size / 2  # bfloat16
     vocabulary = json.loads((drafter / "config.json").read_text())["vocab_size"]
-    bench = (ROOT / "scripts" / "bench_smollm2.py").read_text()
+    bench = (ROOT / "experiments" / "bench_smollm2.py").read_text()
     narrow = int(re.findall(r"^DRAFT_VOCAB = ([\d_]+)", bench, re.MULTILINE)[0])
     worst = max(each["difference"] for each in run["acceptance"].values())
     (lasting,) = {rule["for"] for rule in rules() if rule.get("alert") == "LeadoutBelowBreakEven"}

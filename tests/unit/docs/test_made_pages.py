@@ -1,36 +1,21 @@
-"""What scripts make of the documentation is what is committed: reference, figures, tables."""
+"""Committed figures and tables equal what docs/build generates from the results."""
 
 from pathlib import Path
 
 import draw_figures
 import fill_docs
-import make_reference
 import pytest
 
-from leadout.cli.app import app
 from support.models import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("name", make_reference.PAGES)
-def test_the_reference_is_that_of_the_code(name: str) -> None:
-    committed = (DOCS / "reference" / name).read_text()
-    assert committed == make_reference.PAGES[name](), "run scripts/make_reference.py"
-
-
-def test_the_reference_has_every_command() -> None:
-    page = make_reference.commands_page()
-    for command in app.registered_commands:
-        assert f"\n## leadout {command.name}\n" in page
-    assert "`--block-size`" in page  # a field of the training settings is a flag
-
-
 @pytest.mark.parametrize("name", draw_figures.FIGURES)
 def test_figures_are_drawn_from_the_results(name: str) -> None:
     committed = (DOCS / "figures" / f"{name}.svg").read_text()
-    assert committed == draw_figures.FIGURES[name](), "run scripts/draw_figures.py"
+    assert committed == draw_figures.FIGURES[name](), "run docs/build/draw_figures.py"
 
 
 def test_every_figure_is_drawn_by_the_script_and_used() -> None:
@@ -42,7 +27,7 @@ def test_every_figure_is_drawn_by_the_script_and_used() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_tables_are_filled_from_the_results(page: Path) -> None:
-    assert page.read_text() == fill_docs.filled(page.read_text()), "run scripts/fill_docs.py"
+    assert page.read_text() == fill_docs.filled(page.read_text()), "run docs/build/fill_docs.py"
 
 
 def test_every_table_is_used() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from leadout.cli.app import app
 from support.links import dead_markdown_links, dead_site_links
 from support.models import ROOT
 
@@ -40,6 +41,18 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     docs = ROOT / "docs"
     for page in docs.rglob("*.md"):
         assert (site / page.relative_to(docs)).with_suffix(".html").exists()
+
+
+def test_the_reference_has_the_help_of_every_command(site: Path) -> None:
+    page = (site / "reference" / "commands.html").read_text()
+    for command in app.registered_commands:
+        assert f"Usage: leadout {command.name}" in page
+    assert "--block-size" in page  # flags that come from a settings model are there too
+
+
+def test_the_reference_has_fields_and_functions_of_the_code(site: Path) -> None:
+    assert "block_size" in (site / "reference" / "files.html").read_text()
+    assert "load_drafter" in (site / "reference" / "python.html").read_text()
 
 
 def test_files_outside_docs_come_along(site: Path) -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from control_simulator.traffic import MACHINES
 
+from control_simulator.traffic import MACHINES
 from leadout.control.acceptance_model import AcceptanceCurve, Outcome
 from leadout.control.policy import Policy
 from leadout.engine import live

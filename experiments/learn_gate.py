@@ -1,6 +1,6 @@
 """Eight prepared candidates before the gate: which pass, and why the others do not.
 
-    python scripts/gate_candidates.py --out results/learn/gate.json
+    python experiments/learn_gate.py --out results/learn/gate.json
 
 On a tiny target whose drafter learns in seconds; some minutes, as vLLM starts twice for every
 candidate that the files do not forbid.
@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from leadout.check.result import Silence  # noqa: E402
-from leadout.evaluate.compare import judge  # noqa: E402
-from leadout.learn.config import LearnConfig  # noqa: E402
-from leadout.learn.gate import Margins, Trial, compare, decide, gather, prove_lossless  # noqa: E402  # noqa: E402
-from leadout.provenance import Provenance  # noqa: E402
-from support.gate_candidates import (  # noqa: E402
+import common  # noqa: F401 - sets the environment
+from leadout.check.result import Silence
+from leadout.evaluate.compare import judge
+from leadout.learn.config import LearnConfig
+from leadout.learn.gate import Margins, Trial, compare, decide, gather, prove_lossless
+from leadout.provenance import Provenance
+from support.gate_candidates import (
     CANDIDATES,
     Candidate,
     base_of,
     newest_requests,
     overfitted_part,
 )
-from support.learn_world import ALONE, SETTINGS_OF_FIRST, World, make_world  # noqa: E402
+from support.learn_world import ALONE, SETTINGS_OF_FIRST, World, make_world
 
 MARGINS = Margins(gain=LearnConfig().gain, base_loss=LearnConfig().base_loss)
 LENGTH = SETTINGS_OF_FIRST.max_length

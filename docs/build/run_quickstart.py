@@ -1,10 +1,10 @@
 """Run the quickstart's commands in full, and keep what they wrote for the page.
 
-    python scripts/run_quickstart.py TARGET [--only check tune bench serve]
+    python docs/build/run_quickstart.py TARGET [--only check tune bench serve]
 
 TARGET is the folder that examples/make_smollm2.py makes. The commands run in a folder of their own,
 where it is called `smollm2` as on the page. Results go to results/quickstart; then
-scripts/fill_docs.py puts them into docs/quickstart.md. A quarter of an hour on two cores.
+docs/build/fill_docs.py puts them into docs/quickstart.md. A quarter of an hour on two cores.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Acceptance length of a drafter on prompt sets: served by vLLM, and predicted for the same texts.
 
-    python scripts/measure_acceptance.py TARGET DRAFTER PROMPTS.jsonl ... --out FILE
+    python experiments/train_acceptance.py TARGET DRAFTER PROMPTS.jsonl ... --out FILE
 
 Greedy, K = B-1, the first turn of each prompt through the target's chat template.
 """

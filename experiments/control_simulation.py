@@ -1,6 +1,6 @@
 """The live draft-length policy on made-up traffic and machines, against an oracle.
 
-    python scripts/simulate_control.py --out results/control/simulator.json
+    python experiments/control_simulation.py --out results/control/simulator.json
 
 Every cell: a kind of traffic, a machine, a batch size, and what the policy knows of costs at the
 start ("measured": the machine's curves; "nothing"). Told are its tokens per second over those of an
@@ -24,6 +24,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
 from control_simulator.simulator import Machine, run_bare, run_oracle, run_policy
 from control_simulator.traffic import (
     HELD_OUT,
@@ -35,10 +39,6 @@ from control_simulator.traffic import (
     recorded,
     steady,
 )
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
 from leadout.control.acceptance_model import AcceptanceCurve, Outcome
 from leadout.control.policy import Policy, Seat
 from leadout.provenance import Provenance

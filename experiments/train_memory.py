@@ -3,7 +3,7 @@
 Each run is a process of its own that passes once over all of its data. Its peak is what Linux
 says of it at its end:
 
-    python scripts/measure_train_memory.py --out results/train/memory.json
+    python experiments/train_memory.py --out results/train/memory.json
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+import common  # noqa: F401 - the tiny models of the tests
 
 SAMPLES = 300
 TIMES = 10

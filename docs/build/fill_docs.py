@@ -1,6 +1,6 @@
 """Fill the tables of the documentation with the numbers of committed results.
 
-    python scripts/fill_docs.py
+    python docs/build/fill_docs.py
 
 A page has `<!-- results: NAME -->` and `<!-- end -->`; what stands between is made here. A test
 makes it again and compares, so a table cannot say other than the results do.

@@ -1,6 +1,6 @@
 """The shipped drafter against bare vLLM, and a random drafter that must not cost anything.
 
-    python scripts/bench_smollm2.py TARGET PROMPTS_FOLDER DATA_FOLDER WORK_FOLDER
+    python experiments/bench_smollm2.py TARGET PROMPTS_FOLDER DATA_FOLDER WORK_FOLDER
 
 Seven prompt sets at four concurrencies. `fixed` is vLLM's own DFlash with all drafts of the block.
 `tuned` is that drafter as Leadout would serve it: it drafts only the tokens that are frequent in
@@ -12,24 +12,15 @@ quiet cores; a second call goes on where the first was cut off.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported here: the servers inherit these. Threads bound to cores would fight with
-# those of the servers that wait, and with the load generator.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-# The model in the engine's own process: else that process waits for it in a loop, on a core that
-# the model needs.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 import torch
 
+from common import ROOT, SHIPPED
 from leadout.bench.report import PICTURE, REPORT, RESULTS, BenchProgress, print_result, write_files
 from leadout.bench.run import bench
 from leadout.bench.settings import BenchRequest
@@ -38,8 +29,6 @@ from leadout.control.tuned_file import read_tuned, write_tuned
 from leadout.dflash.drafter import Drafter
 from leadout.models import last_part
 
-ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 OUT = ROOT / "results" / "bench"
 SETS = ("alpaca", "gsm8k", "humaneval", "math500", "mbpp", "mt_bench", "spec_bench")
 SETS_OF_RANDOM = ("gsm8k", "mt_bench")

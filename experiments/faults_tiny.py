@@ -3,7 +3,7 @@
 Each fault starts a real engine of its own on a tiny target and asks it once. For stock vLLM the
 plugin is switched off. Writes JSON and a Markdown table for the docs:
 
-    python scripts/fault_table.py --out results/faults/tiny.json --table docs/faults.md
+    python experiments/faults_tiny.py --out results/faults/tiny.json --table docs/faults.md
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from pathlib import Path
 
 from rich.progress import track
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from leadout.checkpoints import CheckpointError, write_checkpoint  # noqa: E402
-from leadout.engine.pair import UnfitPairError  # noqa: E402
-from leadout.engine.serve_plan import Request, make_plan  # noqa: E402
-from leadout.pairing import read_target  # noqa: E402
-from leadout.provenance import Provenance  # noqa: E402
-from support.drafters import TINY_DRAFTER, random_drafter  # noqa: E402
-from support.faults import FAULTS, UNDETECTABLE, Fault, serve_flags  # noqa: E402
-from support.models import tiny_llama  # noqa: E402
+from common import ROOT
+from leadout.checkpoints import CheckpointError, write_checkpoint
+from leadout.engine.pair import UnfitPairError
+from leadout.engine.serve_plan import Request, make_plan
+from leadout.pairing import read_target
+from leadout.provenance import Provenance
+from support.drafters import TINY_DRAFTER, random_drafter
+from support.faults import FAULTS, UNDETECTABLE, Fault, serve_flags
+from support.models import tiny_llama
 
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
 STOCK = {
@@ -113,7 +111,7 @@ def as_markdown(rows: list[dict[str, str | None]]) -> str:
         "# What a wrong pair does",
         "",
         "Every row is a healthy pair with one thing wrong, started on a real engine. Made by",
-        "`python scripts/fault_table.py`; the data is in `results/faults/`.",
+        "`python experiments/faults_tiny.py`; the data is in `results/faults/`.",
         "",
         "| fault | stock vLLM 0.32 | with Leadout |",
         "| --- | --- | --- |",

@@ -3,31 +3,25 @@
 The target is tiny and random. Every kill comes at a moment drawn from a seed: some while the run
 starts, most while it trains and saves. Then both runs are compared: weights, best weights, log:
 
-    python scripts/kill_train.py --out results/train/kill.json
+    python experiments/train_kill.py --out results/train/kill.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+import torch
+from safetensors.torch import load_file
 
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-from leadout.provenance import Provenance  # noqa: E402
-from leadout.train.loop import BEST, STATE  # noqa: E402
-from leadout.train.progress import LOG, StepRecord, read_log  # noqa: E402
-from support.tiny_data import write_predictable_target, write_tiny_data  # noqa: E402
+from common import KillableCommand, write_result
+from leadout.train.loop import BEST, STATE
+from leadout.train.progress import LOG, StepRecord, read_log
+from support.tiny_data import write_predictable_target, write_tiny_data
 
 KILLS = 10
 WHILE_STARTING = 2  # of the kills; the others come after the first new step
@@ -39,49 +33,25 @@ FLAGS = (
     *("--precision", "float32", "--states", "disk", "--epochs", "40", "--learning-rate", "3e-3"),
     *("--save-every", "3"),
 )
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
-class TrainCommand:
-    """`leadout train` on one folder, as a process."""
+class TrainCommand(KillableCommand):
+    """`leadout train` on one folder."""
+
+    working = "training"
 
     def __init__(self, folder: Path, out: str) -> None:
-        self.run = folder / out / "run"
-        self._resolved = folder / out / "training.yaml"
-        self._words = [sys.executable, "-m", "leadout", "train", folder / "target"]
-        self._words += ["--data", folder / "data", "--out", folder / out, *FLAGS]
-        self._log = folder / f"{out}.log"
+        super().__init__(folder / f"{out}.log")
+        self._folder, self._out = folder, folder / out
+        self.run = self._out / "run"
 
-    def start(self) -> subprocess.Popen[bytes]:
-        resume = ["--resume"] if self._resolved.exists() else []
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [*self._words, *resume], stdout=log, stderr=log, env={**os.environ, **ONE_THREAD}
-            )
+    def words(self) -> list[Any]:
+        words = [sys.executable, "-m", "leadout", "train", self._folder / "target"]
+        words += ["--data", self._folder / "data", "--out", self._out, *FLAGS]
+        return [*words, "--resume"] if (self._out / "training.yaml").exists() else words
 
-    def run_to_the_end(self) -> tuple[float, float]:
-        """Seconds until the first new step, and from there to the last."""
-        started = time.monotonic()
-        process = self.start()
-        self.wait_for_a_step(process)
-        training = time.monotonic()
-        if process.wait() != 0:
-            raise RuntimeError(f"leadout train failed:\n{self._log.read_text()[-3000:]}")
-        return training - started, list(read_log(self.run))[-1].seconds
-
-    def wait_for_a_step(self, process: subprocess.Popen[bytes]) -> None:
-        """A continued run first cuts its log back to the last checkpoint, then adds to it."""
-        before = self.log_file()
-        while process.poll() is None and self.log_file() == before:
-            time.sleep(0.002)
-
-    def log_file(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
+        # A continued run first cuts its log back to the last checkpoint, then adds to it.
         path = self.run / LOG
         return (path.stat().st_ino, path.stat().st_size) if path.exists() else (0, 0)
 
@@ -101,19 +71,17 @@ def main() -> None:
         target = write_predictable_target(folder / "target")
         write_tiny_data(folder / "data", target, prompts=90)
         undisturbed, disturbed = TrainCommand(folder, "whole"), TrainCommand(folder, "killed")
-        seconds = undisturbed.run_to_the_end()
+        starting, _ = undisturbed.run_to_the_end()
+        seconds = starting, list(read_log(undisturbed.run))[-1].seconds
         print(f"undisturbed: {seconds[0]:.1f} s to the first step, {seconds[1]:.1f} s of training")
         kills = kill_again_and_again(disturbed, *seconds, random.Random(arguments.seed))
         disturbed.run_to_the_end()
         result = {
-            "provenance": Provenance.of_this_run().model_dump(),
             "seed": arguments.seed,
             "kills": kills,
             **compare(undisturbed, disturbed),
         }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    write_result(arguments.out, result)
     sys.exit(0 if result["equal"] else 1)
 
 
@@ -124,21 +92,12 @@ def kill_again_and_again(
     early = set(draw.sample(range(KILLS), WHILE_STARTING))
     kills: list[dict[str, object]] = []
     for number in range(KILLS):
-        process = command.start()
-        if number in early:
-            delay = draw.uniform(0, starting)
-        else:
-            command.wait_for_a_step(process)
-            # So that all of them together fit into the run.
-            delay = draw.uniform(0, training / KILLS)
-        time.sleep(delay)
-        if process.poll() is not None:
-            raise RuntimeError(f"run {number} ended before its kill; give it more epochs")
-        process.kill()
-        process.wait()
+        delay, phase = command.kill_at(
+            draw, starting if number in early else None, training / KILLS
+        )
         kills.append(
             {
-                "after": f"{delay:.3f} s of " + ("starting" if number in early else "training"),
+                "after": f"{delay:.3f} s of {phase}",
                 "logged_step": max(command.steps(), default=0),
                 "torn_checkpoints": len(list(command.run.glob(".*.partial"))),
             }

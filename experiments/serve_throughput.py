@@ -5,7 +5,7 @@ the noise of the machine hits both alike. Which engine was built first matters t
 there are two such processes, one in each order. All draft layers are given the key norm of the
 first, for on CPUs vLLM's own class would draft other tokens otherwise:
 
-    python scripts/measure_plugin_overhead.py TARGET DRAFTER PROMPTS --out FILE
+    python experiments/serve_throughput.py TARGET DRAFTER PROMPTS --out FILE
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 
+from common import tokens_per_second
 from leadout.checkpoints import read_checkpoint
 from leadout.provenance import Provenance
 
@@ -131,17 +131,8 @@ def one_round(engines: dict[str, Any], turns: list[str], number: int) -> Rates:
     for concurrency, count in PROMPTS_AT.items():
         asked = [turns[(number * count + i) % len(turns)] for i in range(count)]
         for name in list(engines)[:: 1 if number % 2 else -1]:
-            rates[name][str(concurrency)] = tokens_per_second(engines[name], asked)
+            rates[name][str(concurrency)] = tokens_per_second(engines[name], asked, TOKENS)
     return rates
-
-
-def tokens_per_second(engine: Any, asked: list[str]) -> float:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    started = time.perf_counter()
-    engine.generate(asked, params, use_tqdm=False)
-    return len(asked) * TOKENS / (time.perf_counter() - started)
 
 
 def summary(rounds: list[Rates], concurrency: str) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Lets pages link to files of the repository outside docs/, as they do on a code host.
+"""What the built site adds to docs/: the help of every command, and linked files outside docs/.
 
 A link to `../results/bench/smollm2.json` is right when the page is read in the repository. In the
-built site that file lies elsewhere, so it is copied along and the link is bent to it.
+built site that file is elsewhere, so it is copied and the link is rewritten.
 """
 
 import posixpath
@@ -9,10 +9,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.structure.files import File, Files
 
-ROOT = Path(__file__).resolve().parents[1]
+from leadout.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
 COPIED = "repository"
+COMMANDS = "<!-- commands -->"
 _LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -41,13 +45,23 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     here = posixpath.dirname(page.file.src_uri)
 
-    def bend(found: re.Match[str]) -> str:
+    def rewrite(found: re.Match[str]) -> str:
         path = outside(page.file.src_uri, found[2])
         if path is None or not (ROOT / path).is_file():
             return found[0]  # mkdocs reports it, if it is dead
         return found[1] + posixpath.relpath(f"{COPIED}/{plain(path)}", here or ".")
 
-    return _LINK.sub(bend, markdown)
+    return _LINK.sub(rewrite, markdown.replace(COMMANDS, commands()))
+
+
+def commands() -> str:
+    """The help page of every command, as a terminal of 80 columns shows it."""
+    group: Any = typer.main.get_command(app)
+    parts = []
+    for name, command in sorted(group.commands.items()):
+        context = typer.Context(command, info_name=f"leadout {name}", terminal_width=80)
+        parts.append(f"## leadout {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)
 
 
 def plain(path: str) -> str:

@@ -5,7 +5,7 @@ that follows a registry of two versions: the drafter, and the same with noise on
 told to swap between them. Every answer is held against the bare server's, in float32, and the time
 between any two pieces of a stream is kept:
 
-    python scripts/measure_swaps.py TARGET DRAFTER PROMPTS --out results/learn/swaps.json
+    python experiments/learn_swaps.py TARGET DRAFTER PROMPTS --out results/learn/swaps.json
 
 `--tensor-parallel 2` runs two workers, for a target whose heads divide.
 """

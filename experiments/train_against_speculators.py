@@ -1,6 +1,6 @@
 """Our trainer against speculators' own: the same samples, steps, layers and blocks, one measure.
 
-    python scripts/compare_with_speculators.py TARGET DATA_FOLDER --out FILE
+    python experiments/train_against_speculators.py TARGET DATA_FOLDER --out FILE
 
 Needs `pip install speculators==0.9.0`, which does not want the newest of some dependencies; with
 `--no-deps` it takes what is installed. Both trainers keep their own defaults for all that is not
@@ -27,10 +27,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kept_states import link_states
 from rich.progress import track
 from safetensors.torch import save_file
 
+from common import link_states
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.dflash.target import Observation, Target

@@ -1,6 +1,6 @@
 """Where a step with drafts spends its time: target, head, sampling, and each part of drafting.
 
-    python scripts/profile_step.py TARGET DRAFTER --out FILE
+    python experiments/bench_profile.py TARGET DRAFTER --out FILE
 
 One engine in this process; the methods of its own objects are timed, so parts that contain others
 are told without them. `rest` is all that no part accounts for: scheduling, inputs, bookkeeping.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -18,9 +17,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
+import common  # noqa: F401 - sets the environment
 from leadout.checkpoints import read_checkpoint
 from leadout.data.chat import Chat
 from leadout.engine.calibration import CalibrationRequest, RoundRequest, TimedEngine

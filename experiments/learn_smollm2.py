@@ -1,6 +1,6 @@
 """The whole loop on SmolLM2: traffic of a new kind, one cycle of `leadout learn`, a swap in place.
 
-    python scripts/learn_smollm2.py TARGET PROMPTS_FOLDER DATA_FOLDER WORK_FOLDER
+    python experiments/learn_smollm2.py TARGET PROMPTS_FOLDER DATA_FOLDER WORK_FOLDER
 
 A server follows a registry that begins with the shipped drafter, and captures its traffic. The new
 kind is a service that writes tickets in XML for the requests of the prompt set `shift_train`; it is
@@ -29,15 +29,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# One thread for each process that trains, two for a server: see scripts/train_smollm2.py.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 import torch
 from rich.progress import track
 
+from common import ROOT, SHIPPED
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts
 from leadout.engine.server import Server
@@ -47,8 +42,6 @@ from leadout.report.charts import Point, Series, bars, lines
 from leadout.report.html import standalone
 from leadout.stats import Interval, bootstrap
 
-ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 OUT = ROOT / "results" / "learn"
 NEW, PLAIN = "tickets", "shift"
 BASE = ("gsm8k", "humaneval", "mt_bench")

@@ -1,6 +1,6 @@
 """Live control on the real engine: changing traffic, a useless drafter, and copied drafts.
 
-    python scripts/measure_live.py TARGET DRAFTER TUNED RANDOM_DRAFTER PROMPTS_FOLDER WORK_FOLDER
+    python experiments/live_smollm2.py TARGET DRAFTER TUNED RANDOM_DRAFTER PROMPTS_DIR WORK_DIR
 
 Servers stay up and take turns, so that the noise of the machine hits them alike; every ratio is
 taken within a round. Parts:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +24,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # see scripts/bench_smollm2.py
-
 from rich.progress import track
 
+import common  # noqa: F401 - sets the environment
 from leadout.bench.settings import common_flags, rotated, write_prompts
 from leadout.checkpoints import read_checkpoint
 from leadout.engine.load_test import LoadGenerator, LoadRequest

@@ -4,7 +4,7 @@ Greedy, float32. Arms: each batch size, with a drafter of random weights (nearly
 fall) and with an oracle that knows the text (all its drafts stand, so the acceptance length must be
 the block size). Writes one JSON file and fails if a single token differs.
 
-    python scripts/prove_lossless.py TARGET PROMPTS... --out results/lossless/smollm2.json
+    python experiments/lossless_smollm2.py TARGET PROMPTS... --out results/lossless/smollm2.json
 
 PROMPTS are files with one `{"turns": ["...", ...]}` per line.
 """

@@ -1,6 +1,6 @@
 """Draw the figures of the documentation: charts from committed results, and four diagrams.
 
-    python scripts/draw_figures.py [--out docs/figures]
+    python docs/build/draw_figures.py [--out docs/figures]
 
 A test draws them again and compares, so a figure cannot say other than the results do.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from leadout.report.charts import Point, Series, against, bars, lines
 from leadout.report.html import standalone
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 INK, SOFT = "#1c2330", "#5b6675"
 BLUE, AMBER, TEAL, RED = "#2563eb", "#d97706", "#0d9488", "#b91c1c"
 FONT = "system-ui, sans-serif"

@@ -1,6 +1,6 @@
 """The drafter in drafters/: data by the target, training on two cores, proof in vLLM.
 
-    python scripts/train_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
+    python experiments/train_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
 Every stage continues where an earlier call was cut off. The evaluation sets are only measured on.
 """
@@ -16,13 +16,12 @@ import sys
 import time
 from pathlib import Path
 
+from common import ROOT, SHIPPED
 from leadout.data.manifest import DataFolder
 from leadout.provenance import Provenance
 from leadout.train.progress import curves_of, read_log
 
-ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
-SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 RESULT = ROOT / "results" / "train" / "smollm2.json"
 TRAINING_SETS = ("gsm8k_train", "mbpp_train", "code_train", "chat_train")
 EVALUATION_SETS = ("gsm8k", "humaneval", "mt_bench", "math500", "mbpp", "alpaca", "spec_bench")
@@ -52,7 +51,7 @@ def main() -> None:
     measured = arguments.work / "acceptance.json"
     sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
     if not measured.exists():
-        script = ROOT / "scripts" / "measure_acceptance.py"
+        script = ROOT / "experiments" / "train_acceptance.py"
         run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
     shutil.rmtree(SHIPPED, ignore_errors=True)
     shutil.copytree(drafter, SHIPPED)

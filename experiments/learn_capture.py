@@ -6,7 +6,7 @@ would have to be: every write ends in an OSError, as on a full disk. A ratio is 
 rounds differ by more than capture costs, its processor time is told too: what it adds to the moment
 in which the scheduler lets go of a request, and what its thread takes, both as shares of the time.
 
-    python scripts/measure_capture.py TARGET DRAFTER PROMPTS --out results/learn/capture.json
+    python experiments/learn_capture.py TARGET DRAFTER PROMPTS --out results/learn/capture.json
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.progress import track
 
+from common import tokens_per_second
 from leadout.engine.capture_store import segments
 from leadout.engine.settings import CAPTURE, SCHEDULER, CaptureSettings, with_section
 from leadout.provenance import Provenance
@@ -67,7 +68,7 @@ def main() -> None:
             for arm in (*ARMS[first:], *ARMS[:first]):
                 scheduler._capture = captures[arm]
                 ends.arm = arm
-                row[arm] = tokens_per_second(llm, asked)
+                row[arm] = tokens_per_second(llm, asked, TOKENS)
                 time.sleep(0.1)  # the writer ends with its own turn
             rates.append(row)
         rates = rates[WARM_UP:]
@@ -152,15 +153,6 @@ def config_with(llm: Any, folder: Path) -> Any:
     config.additional_config = with_section({}, CAPTURE, CaptureSettings(folder=folder))
     config.instance_id = f"{config.instance_id}-refusing"
     return config
-
-
-def tokens_per_second(llm: Any, asked: list[str]) -> float:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    started = time.perf_counter()
-    llm.generate(asked, params, use_tqdm=False)
-    return len(asked) * TOKENS / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

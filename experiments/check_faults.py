@@ -1,6 +1,6 @@
 """Seeded faults and healthy variants of a real pair through `leadout check`'s files and reference.
 
-    python scripts/check_bench.py TARGET DRAFTER --tuning-text PROMPTS --out FILE --table PAGE
+    python experiments/check_faults.py TARGET DRAFTER --tuning-text PROMPTS --out FILE --table PAGE
 
 Every fault is written as a checkpoint (or a target) of its own, without the record of its training
 unless the fault is one that only the record can show. What is told of it: the acceptance it costs,
@@ -390,7 +390,7 @@ def table(result: dict[str, Any]) -> str:
     return f"""# What `leadout check` finds
 
 Faults seeded into a real pair, SmolLM2-135M-Instruct and its drafter, one at a time. Without a
-fault the acceptance length on these prompts is {whole:.2f}. Made by `scripts/check_bench.py`;
+fault the acceptance length on these prompts is {whole:.2f}. Made by `experiments/check_faults.py`;
 numbers from `{"results/check/faults.json"}`.
 
 | fault | acceptance length | named first | after the repair |

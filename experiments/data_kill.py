@@ -3,28 +3,23 @@
 The target is tiny and random. Every kill comes at a moment drawn from a seed: some while the engine
 starts, most while it answers. The samples of both runs are compared one by one:
 
-    python scripts/kill_data.py --out results/data/kill.json
+    python experiments/data_kill.py --out results/data/kill.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from leadout.data.manifest import DataFolder, shard_path  # noqa: E402
-from leadout.provenance import Provenance  # noqa: E402
-from support.prompts import PROMPTS  # noqa: E402
-from support.tiny_chat import write_tiny_chat_target  # noqa: E402
+from common import KillableCommand, write_result
+from leadout.data.manifest import DataFolder, shard_path
+from support.prompts import PROMPTS
+from support.tiny_chat import write_tiny_chat_target
 
 KILLS = 10
 WHILE_STARTING = 3  # of the kills; the others come after the first new sample
@@ -34,47 +29,24 @@ FLAGS = (
     *("--max-new-tokens", "48", "--max-length", "400", "--concurrency", "8"),
     *("--greedy-share", "0.5", "--dtype", "float32", "--prompts", f"self:{OWN_PROMPTS}"),
 )
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
-class DataCommand:
-    """`leadout data` on one folder, as a process."""
+class DataCommand(KillableCommand):
+    """`leadout data` on one folder."""
+
+    working = "answering"
 
     def __init__(self, folder: Path, out: str) -> None:
+        super().__init__(folder / f"{out}.log")
+        self._folder = folder
         self.out = folder / out
         self.shard = shard_path(self.out, 1, 1)
-        self._words = [sys.executable, "-m", "leadout", "data", folder / "target", "--resume"]
-        self._words += ["--prompts", folder / "asked.jsonl", "--out", self.out, *FLAGS]
-        self._log = folder / f"{out}.log"
 
-    def start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                self._words, stdout=log, stderr=log, env={**os.environ, **ONE_THREAD}
-            )
+    def words(self) -> list[Any]:
+        words = [sys.executable, "-m", "leadout", "data", self._folder / "target", "--resume"]
+        return [*words, "--prompts", self._folder / "asked.jsonl", "--out", self.out, *FLAGS]
 
-    def run_to_the_end(self) -> tuple[float, float]:
-        """Seconds until the first new sample, and from there to the end."""
-        started = time.monotonic()
-        process = self.start()
-        self.wait_for_growth(process)
-        answering = time.monotonic()
-        if process.wait() != 0:
-            raise RuntimeError(f"leadout data failed:\n{self._log.read_text()[-3000:]}")
-        return answering - started, time.monotonic() - answering
-
-    def wait_for_growth(self, process: subprocess.Popen[bytes]) -> None:
-        before = self.size()
-        while process.poll() is None and self.size() <= before:
-            time.sleep(0.002)
-
-    def size(self) -> int:
+    def progress(self) -> int:
         return self.shard.stat().st_size if self.shard.exists() else 0
 
 
@@ -93,14 +65,11 @@ def main() -> None:
         kills = kill_again_and_again(disturbed, *seconds, random.Random(arguments.seed))
         disturbed.run_to_the_end()
         result = {
-            "provenance": Provenance.of_this_run().model_dump(),
             "seed": arguments.seed,
             "kills": kills,
             **compare(DataFolder(undisturbed.out), DataFolder(disturbed.out)),
         }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    write_result(arguments.out, result)
     sys.exit(0 if result["equal"] else 1)
 
 
@@ -119,25 +88,16 @@ def kill_again_and_again(
     kills: list[dict[str, object]] = []
     for number in range(KILLS):
         before = command.shard.read_bytes() if command.shard.exists() else b""
-        process = command.start()
-        if number in early:
-            delay = draw.uniform(0, starting)
-        else:
-            command.wait_for_growth(process)
-            # So that all of them together fit into the job.
-            delay = draw.uniform(0, answering / KILLS)
-        time.sleep(delay)
-        if process.poll() is not None:
-            raise RuntimeError(f"run {number} ended before its kill; give it more conversations")
-        process.kill()
-        process.wait()
+        delay, phase = command.kill_at(
+            draw, starting if number in early else None, answering / KILLS
+        )
         after = command.shard.read_bytes() if command.shard.exists() else b""
         whole = before[: before.rfind(b"\n") + 1]
         if not after.startswith(whole):
             raise RuntimeError(f"run {number} changed samples that were written before it")
         kills.append(
             {
-                "after": f"{delay:.3f} s of " + ("starting" if number in early else "answering"),
+                "after": f"{delay:.3f} s of {phase}",
                 "new_samples": after.count(b"\n") - whole.count(b"\n"),
                 "samples": after.count(b"\n"),
                 "torn_bytes": len(after) - after.rfind(b"\n") - 1,

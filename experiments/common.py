@@ -1,0 +1,125 @@
+"""What several experiments share: paths, environment, result files, kills, throughput.
+
+Import it before torch or vLLM: importing it sets the environment that the processes of an
+experiment inherit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
+
+sys.path.insert(0, str(ROOT / "tests"))  # tiny models and fault definitions of the tests
+
+# Threads bound to cores fight with those of servers that wait and with the load generator.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# The model in the engine's own process: otherwise that process waits for it in a busy loop, on a
+# core that the model needs.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result file with its provenance first, and print it."""
+    from leadout.provenance import Provenance
+
+    text = json.dumps({"provenance": Provenance.of_this_run().model_dump(), **result}, indent=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    print(text)
+
+
+def link_states(earlier: Path, later: Path) -> None:
+    """Give a run that has not started the target states that another run kept.
+
+    Both runs must have the same samples, maximum length and target layer ids.
+    """
+    from leadout.train.run import STATES, WORK
+
+    (later / WORK).mkdir(parents=True)
+    for name in (STATES, Path(STATES).with_suffix(".marks").name):
+        os.link(earlier / WORK / name, later / WORK / name)
+
+
+def tokens_per_second(engine: Any, prompts: list[str], tokens: int) -> float:
+    """Throughput of a `vllm.LLM` that writes `tokens` greedy tokens for each prompt at once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    started = time.perf_counter()
+    engine.generate(prompts, params, use_tqdm=False)
+    return len(prompts) * tokens / (time.perf_counter() - started)
+
+
+class KillableCommand(ABC):
+    """A resumable `leadout` command as a process that is killed at random moments."""
+
+    working: str  # what it does after its start, for the records: "answering", "training"
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    @abstractmethod
+    def words(self) -> list[Any]:
+        """The command line; asked at every start."""
+
+    @abstractmethod
+    def progress(self) -> object:
+        """Something that changes with the first piece of new work."""
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                self.words(), stdout=log, stderr=log, env={**os.environ, **ONE_THREAD}
+            )
+
+    def wait_for_progress(self, process: subprocess.Popen[bytes]) -> None:
+        before = self.progress()
+        while process.poll() is None and self.progress() == before:
+            time.sleep(0.002)
+
+    def run_to_the_end(self) -> tuple[float, float]:
+        """Seconds until the first new work, and from there to the end."""
+        started = time.monotonic()
+        process = self.start()
+        self.wait_for_progress(process)
+        working = time.monotonic()
+        if process.wait() != 0:
+            raise RuntimeError(f"the command failed:\n{self._log.read_text()[-3000:]}")
+        return working - started, time.monotonic() - working
+
+    def kill_at(
+        self, draw: random.Random, starting: float | None, working: float
+    ) -> tuple[float, str]:
+        """Start, and kill within `starting` seconds, or `working` seconds after new work began."""
+        process = self.start()
+        if starting is not None:
+            delay = draw.uniform(0, starting)
+        else:
+            self.wait_for_progress(process)
+            delay = draw.uniform(0, working)
+        time.sleep(delay)
+        if process.poll() is not None:
+            raise RuntimeError("the command ended before its kill; give it more work")
+        process.kill()
+        process.wait()
+        return delay, "starting" if starting is not None else self.working
