@@ -1,0 +1,59 @@
+"""Optional parts that switch themselves off after their first error, so that serving goes on.
+
+What Leadout adds to a vLLM server (live control, capture, metrics) must never cost a request. Such
+a part runs its code under a `FailSafe`:
+
+    self._fail_safe = FailSafe("live control", on_failure=self._close)
+    with self._fail_safe:
+        ...
+
+The first exception is logged, calls `on_failure` and turns `is_on` to False; the part checks
+`is_on` (or what `on_failure` has cleared) before it does anything again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from leadout.engine.plugin import SWITCH
+
+# A child of vLLM's logger, so that VLLM_LOGGING_LEVEL governs it.
+logger = logging.getLogger("vllm.leadout")
+
+
+class FailSafe:
+    """A context manager that swallows exceptions and switches its part off at the first one."""
+
+    def __init__(self, part: str, on_failure: Callable[[], None] = lambda: None) -> None:
+        """`part` names what is switched off, as in "live control"; it begins the log line."""
+        self._part = part
+        self._on_failure = on_failure
+        self.is_on = True
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False  # no error, or one that ends the process
+        if self.is_on:
+            self.is_on = False
+            logger.error(
+                "Leadout's %s is off after an error: %s: %s. Serving goes on without it; set %s=0 "
+                "to run vLLM without Leadout.",
+                self._part,
+                type(error).__name__,
+                error,
+                SWITCH,
+            )
+            with suppress(Exception):
+                self._on_failure()
+        return True

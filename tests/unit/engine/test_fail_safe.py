@@ -1,0 +1,42 @@
+"""Parts that fail are switched off, with one log line."""
+
+import logging
+
+import pytest
+
+from leadout.engine.fail_safe import FailSafe
+
+
+def test_first_error_switches_the_part_off_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    cleared: list[bool] = []
+    fail_safe = FailSafe("live control", on_failure=lambda: cleared.append(True))
+    with fail_safe:
+        pass
+    assert fail_safe.is_on
+    for _ in range(3):
+        with fail_safe:
+            raise ValueError("no such step")
+    assert not fail_safe.is_on
+    assert cleared == [True]
+    [record] = caplog.records
+    assert "Leadout's live control is off after an error: ValueError: no such step. " in (
+        record.getMessage()
+    )
+
+
+def test_error_in_the_cleanup_is_swallowed_too() -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with FailSafe("capture", on_failure=fail):
+        raise ValueError("no such step")
+
+
+def test_interrupts_are_not_swallowed() -> None:
+    fail_safe = FailSafe("capture")
+    with pytest.raises(KeyboardInterrupt), fail_safe:
+        raise KeyboardInterrupt
+    assert fail_safe.is_on
