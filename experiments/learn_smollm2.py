@@ -37,7 +37,7 @@ from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts
 from leadout.engine.server import Server
 from leadout.provenance import Provenance
-from leadout.registry import read_ledger
+from leadout.registry import Registry
 from leadout.report.charts import Point, Series, bars, lines
 from leadout.report.html import standalone
 from leadout.stats import Interval, bootstrap
@@ -290,7 +290,7 @@ def write_result(
     # Their messages name folders of this machine.
     learnt["evidence"]["findings"] = [each["name"] for each in learnt["evidence"]["findings"]]
     measured = [*before.values(), *after.values()]
-    events = [entry.model_dump(exclude={"evidence"}) for entry in read_ledger(loop.registry)]
+    events = [entry.model_dump(exclude={"evidence"}) for entry in Registry(loop.registry).ledger()]
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "acceptance_before": sets[NEW]["before"]["value"],

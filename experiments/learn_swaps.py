@@ -32,7 +32,7 @@ from leadout.engine.serve_plan import Request, make_plan
 from leadout.engine.server import Server
 from leadout.models import fingerprint
 from leadout.provenance import Provenance
-from leadout.registry import Registry, read_ledger
+from leadout.registry import Registry
 from leadout.stats import percentile
 
 SECRET = "only-on-this-machine"
@@ -72,7 +72,7 @@ def main() -> None:
         registry = make_registry(arguments.target, arguments.drafter, work)
         bare = serve_bare(arguments.target, flags, prompts, work)
         streams, swaps = serve_and_swap(arguments.target, registry, flags, prompts, work, arguments)
-        ledger = [entry for entry in read_ledger(registry.folder) if entry.event == "swapped"]
+        ledger = [entry for entry in registry.ledger() if entry.event == "swapped"]
     near = [gap for when, gap in streams.gaps if is_near(when, gap, swaps)]
     far = [gap for when, gap in streams.gaps if not is_near(when, gap, swaps)]
     result = {

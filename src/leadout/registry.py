@@ -1,157 +1,104 @@
-"""What was decided about the versions of a registry, and why: one line each, never changed.
+"""A registry of drafter versions in a folder: what to serve, what never to serve again, and why.
 
-Learners and servers on several machines add to the same file. A line is added by one write under a
-lock, and is on the disk before `append` returns; a killed writer leaves at most a torn line, after
-which the next one begins a new line, and which readers pass over.
+    registry/
+      versions/0001/    a checkpoint plus its manifest, version.json
+      serving.json      the pointer: the version that every server should run
+      marks/0002.json   marks a version as bad: it must not be served again
+      ledger.jsonl      every decision with its evidence, one JSON object per line
+      .lock             held while the pointer or the ledger is written
+
+A version appears through one rename, complete or not at all, and never changes afterwards. The
+pointer is one small file that is replaced atomically, so that servers on many machines can watch
+it over shared storage. Learners and servers append to the same ledger.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
+import reprlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from leadout.checkpoints.errors import NOTHING, CheckpointError, Words
-from leadout.files import replacing
+from leadout.errors import LeadoutError
+from leadout.files import flush_to_disk, lock, read_text, write_text
 from leadout.models import fingerprint
 
-LEDGER = "ledger.jsonl"
-
-Event = Literal["published", "promoted", "rejected", "swapped", "refused", "rolled_back", "started"]
-
-
-def _ledger_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+VERSIONS, MARKS = "versions", "marks"
+MANIFEST, POINTER, LEDGER, LOCK = "version.json", "serving.json", "ledger.jsonl", ".lock"
+_VERSION_FOLDER = re.compile(r"[0-9]{4,9}")
 
 
-class Entry(BaseModel):
-    """One decision."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    when: str = Field(default_factory=_ledger_now)  # date and time, UTC
-    event: Event
-    version: int | None
-    why: str
-    evidence: dict[str, float | int | str | bool] = {}
+class RegistryError(LeadoutError):
+    """A registry or one of its versions cannot be used as asked."""
 
 
-def append(registry_folder: Path, entry: Entry) -> None:
-    """Add a line; OSError if the folder cannot be written."""
-    line = entry.model_dump_json().encode() + b"\n"
-    handle = os.open(registry_folder / LEDGER, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if _ends_torn(handle):
-            line = b"\n" + line
-        if os.write(handle, line) != len(line):
-            raise OSError(f"{registry_folder / LEDGER}: wrote a part of a line; is the disk full?")
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_ledger(folder: Path) -> list[Entry]:
-    """All entries, oldest first; empty without a ledger. Torn lines are passed over."""
-    path = folder / LEDGER
-    if not path.exists():
-        return []
-    return [
-        entry
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1)
-        if (entry := _parse(line, path, number)) is not None
-    ]
-
-
-def _parse(line: bytes, path: Path, number: int) -> Entry | None:
-    if not line.endswith(b"}"):  # nothing, or what a killed writer left
-        return None
-    try:
-        return Entry.model_validate_json(line)
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        if first["type"] == "json_invalid":  # torn within a nested object
-            return None
-        field = ".".join(str(part) for part in first["loc"]) or "line"
-        raise CheckpointError(
-            path,
-            f"line {number}, {field}",
-            first.get("input"),
-            f"an entry as Leadout writes it ({first['msg'].lower()})",
-            "Move the ledger elsewhere; a new one is begun.",
-        ) from None
-
-
-def _ends_torn(handle: int) -> bool:
-    size = os.fstat(handle).st_size
-    return size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-
-
-# Versions of one drafter in a folder, and which of them is to be served.
-#
-#     registry/
-#       versions/0001/            a checkpoint as any other, and its manifest, version.json
-#       serving.json              the pointer: the version that every server is to run
-#       marks/0002.json           why a version must not be served again
-#       ledger.jsonl              what was decided, and why
-#       .lock                     held while the pointer is changed
-#
-# A version appears by one rename, whole or not at all, and never changes afterwards. The pointer is
-# one small file that is replaced by a rename, so that servers on many machines can watch it over
-# shared storage.
-
-VERSIONS, POINTER, MARKS, MANIFEST = "versions", "serving.json", "marks", "version.json"
-LOCK = ".lock"
-_NUMBER = re.compile(r"[0-9]{4,9}")
+def _now(timespec: str = "seconds") -> str:
+    return datetime.now(UTC).isoformat(timespec=timespec)
 
 
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Promise(_File):
-    """What a version was found to accept before it was published, by kind of text."""
+class ExpectedAcceptance(_File):
+    """The acceptance length of a version on one kind of text, measured before publishing."""
 
     acceptance_length: float
-    low: float  # 95% interval
+    low: float  # 95% confidence interval
     high: float
     requests: int
 
 
 class Manifest(_File):
-    """What a version is; its folder's files are exactly those named here."""
+    """Describes a version; its folder holds exactly the files listed here."""
 
     version: int
-    parent: int | None  # the version whose weights training began with
-    made: str  # date and time, UTC
+    parent: int | None  # the version that training started from
+    made: str  # UTC
     fingerprint: str  # of the drafter
     target_fingerprint: str
-    promises: dict[str, Promise]
-    files: dict[str, str]  # sha256 by name
+    promises: dict[str, ExpectedAcceptance]  # by kind of text
+    files: dict[str, str]  # sha256 by file name
 
 
 class Pointer(_File):
+    """The version that servers should run."""
+
     version: int
-    changed: str
+    changed: str  # UTC
     reason: str
 
 
-class Mark(_File):
+class BadMark(_File):
+    """Why a version must not be served again."""
+
     reason: str
-    marked: str
+    marked: str  # UTC
 
 
-_Read = TypeVar("_Read", bound=_File)
+Event = Literal["published", "promoted", "rejected", "swapped", "refused", "rolled_back", "started"]
+Evidence = Mapping[str, float | int | str | bool]
+
+
+class LedgerEntry(_File):
+    """One decision about a version."""
+
+    when: str = Field(default_factory=lambda: _now("milliseconds"))  # UTC
+    event: Event
+    version: int | None
+    why: str
+    evidence: dict[str, float | int | str | bool] = {}
+
+
+_AnyFile = TypeVar("_AnyFile", bound=_File)
 
 
 class Registry:
@@ -160,19 +107,45 @@ class Registry:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @classmethod
-    def opened(cls, folder: Path) -> Self:
-        """One that exists and names a version to serve."""
-        registry = cls(folder)
-        if registry.serving() is None:
-            raise CheckpointError(
-                folder,
-                POINTER,
-                NOTHING,
-                "a registry with a version to serve",
-                "Make one with `leadout learn TARGET --registry FOLDER --start DRAFTER`.",
+    def versions(self) -> list[int]:
+        """All published versions, oldest first."""
+        folder = self.folder / VERSIONS
+        names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+        return sorted(int(name) for name in names if _VERSION_FOLDER.fullmatch(name))
+
+    def path(self, version: int) -> Path:
+        """The folder of a version; the only place where a number becomes a path."""
+        return self.folder / VERSIONS / f"{version:04d}"
+
+    def manifest(self, version: int) -> Manifest:
+        path = self.path(version) / MANIFEST
+        if not path.is_file():
+            raise RegistryError(
+                f"{path} does not exist; the versions of this registry are {self.versions()} "
+                "(see `leadout learn --status`)."
             )
-        return registry
+        return _read(path, Manifest)
+
+    def verify(self, version: int) -> Manifest:
+        """The manifest of a version, after comparing every file with its published hash."""
+        manifest, folder = self.manifest(version), self.path(version)
+        names = {path.name for path in folder.iterdir()} - {MANIFEST}
+        if names != set(manifest.files):
+            name = min(names ^ set(manifest.files))
+            change = "was added after" if name in names else "is missing since"
+            raise RegistryError(
+                f"{folder}: {name!r} {change} publishing. Publish the drafter again as a new "
+                "version."
+            )
+        for name, digest in manifest.files.items():
+            path = folder / name
+            if path.is_symlink() or _sha256(path) != digest:
+                change = "is a symbolic link" if path.is_symlink() else "changed since publishing"
+                raise RegistryError(
+                    f"{path} {change}: expected the published file (sha256 {digest[:12]}). Publish "
+                    "the drafter again as a new version."
+                )
+        return manifest
 
     def publish(
         self,
@@ -180,9 +153,9 @@ class Registry:
         *,
         target_fingerprint: str,
         parent: int | None = None,
-        promises: Mapping[str, Promise] | None = None,
+        expected: Mapping[str, ExpectedAcceptance] | None = None,
     ) -> Manifest:
-        """Copy a drafter into the registry as its next version; it is not served yet."""
+        """Copy a drafter into the registry as its next version, without serving it yet."""
         versions = self.folder / VERSIONS
         versions.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=versions))
@@ -191,172 +164,154 @@ class Registry:
                 if path.is_file() and path.name != MANIFEST:
                     _copy(path, partial / path.name)
             files = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
-            about = fingerprint(partial)
             while True:
                 manifest = Manifest(
                     version=max(self.versions(), default=0) + 1,
                     parent=parent,
                     made=_now(),
-                    fingerprint=about,
+                    fingerprint=fingerprint(partial),
                     target_fingerprint=target_fingerprint,
-                    promises=dict(promises or {}),
+                    promises=dict(expected or {}),
                     files=files,
                 )
-                (partial / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
-                _sync(partial / MANIFEST)
+                _write(partial / MANIFEST, manifest)
                 partial.chmod(0o755)
                 try:
                     partial.rename(self.path(manifest.version))
                 except OSError:
-                    # Another publisher was faster: a folder with files in it is never replaced.
+                    # A rename never replaces a folder with files in it, so if the folder exists,
+                    # another process has published this number first.
                     if not self.path(manifest.version).exists():
                         raise
                     continue
-                _sync(versions)
+                flush_to_disk(versions)
                 return manifest
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
+    def pointer(self) -> Pointer | None:
+        path = self.folder / POINTER
+        return _read(path, Pointer) if path.exists() else None
+
+    def require_pointer(self) -> Pointer:
+        """The pointer of a registry that must have one."""
+        pointer = self.pointer()
+        if pointer is None:
+            raise RegistryError(
+                f"{self.folder} is not a registry with a version to serve: {POINTER} is missing. "
+                "Create one with `leadout learn TARGET --registry FOLDER --start DRAFTER`."
+            )
+        return pointer
+
     def point_to(self, version: int, reason: str) -> Pointer:
-        """Name the version that servers are to run; a marked one is refused."""
-        with self._locked():
+        """Set the version that servers should run; refuses one that is marked as bad."""
+        with lock(self.folder / LOCK):
             return self._point_to(version, reason)
 
     def roll_back(self, version: int, reason: str) -> Pointer | None:
-        """Mark a version; if it is the one to serve, point to the nearest unmarked one before it.
+        """Mark a version as bad; if servers should run it, point to its nearest good ancestor.
 
-        None if it is not, or no longer: another server was faster, or a newer one was published.
+        None if the pointer names another version by now: a second server came first, or a newer
+        version was published.
         """
-        with self._locked():
-            serving, pointer = self.serving(), None
-            if serving is not None and serving.version == version:
-                # First the pointer: it never names a marked version, wherever this is cut short.
-                before = self._unmarked_ancestor(version)
-                pointer = self._point_to(before, f"back from version {version}: {reason}")
-            if self.mark_of(version) is None:
-                self.mark(version, reason)
+        with lock(self.folder / LOCK):
+            current, pointer = self.pointer(), None
+            if current is not None and current.version == version:
+                # The pointer moves first: even if this is interrupted, it never names a version
+                # that is marked as bad.
+                ancestor = self._good_ancestor(version)
+                pointer = self._point_to(ancestor, f"rolled back from version {version}: {reason}")
+            if self.bad_mark(version) is None:
+                self.mark_bad(version, reason)
             return pointer
 
+    def mark_bad(self, version: int, reason: str) -> None:
+        """Make sure that a version is never served again."""
+        (self.folder / MARKS).mkdir(parents=True, exist_ok=True)
+        _write(self._mark_path(version), BadMark(reason=reason, marked=_now()))
+
+    def bad_mark(self, version: int) -> BadMark | None:
+        path = self._mark_path(version)
+        return _read(path, BadMark) if path.exists() else None
+
+    def record(
+        self, event: Event, version: int | None, why: str, evidence: Evidence | None = None
+    ) -> None:
+        """Append an entry to the ledger, on the disk when this returns; OSError if it cannot.
+
+        A writer that is killed leaves at most one torn line. The next writer starts a new line
+        after it, and readers skip it.
+        """
+        entry = LedgerEntry(event=event, version=version, why=why, evidence=dict(evidence or {}))
+        line = entry.model_dump_json().encode() + b"\n"
+        path = self.folder / LEDGER
+        with lock(self.folder / LOCK):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                size = os.fstat(handle).st_size
+                if size > 0 and os.pread(handle, 1, size - 1) != b"\n":
+                    line = b"\n" + line
+                if os.write(handle, line) != len(line):
+                    raise OSError(f"{path}: only part of a line was written; is the disk full?")
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def ledger(self) -> list[LedgerEntry]:
+        """All entries, oldest first, without torn lines; empty if there is no ledger."""
+        path = self.folder / LEDGER
+        if not path.exists():
+            return []
+        return [
+            entry
+            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1)
+            if (entry := _parse_entry(line, f"{path}, line {number}")) is not None
+        ]
+
     def _point_to(self, version: int, reason: str) -> Pointer:
-        self.manifest(version)
-        mark = self.mark_of(version)
+        self.manifest(version)  # raises if there is no such version
+        mark = self.bad_mark(version)
         if mark is not None:
-            raise CheckpointError(
-                self.path(version),
-                "version",
-                Words(f"marked: {mark.reason}"),
-                "a version without a mark",
-                "Point to another version, or make a new one.",
+            raise RegistryError(
+                f"{self.path(version)} is marked as bad: {mark.reason}. Point to another version, "
+                "or publish a new one."
             )
         pointer = Pointer(version=version, changed=_now(), reason=reason)
         _write(self.folder / POINTER, pointer)
         return pointer
 
-    def serving(self) -> Pointer | None:
-        path = self.folder / POINTER
-        return _read(path, Pointer) if path.exists() else None
-
-    def versions(self) -> list[int]:
-        """All that were published, oldest first."""
-        return sorted(self._numbers())
-
-    def path(self, version: int) -> Path:
-        """Where a version lies; the only way from a number to a folder."""
-        return self.folder / VERSIONS / f"{version:04d}"
-
-    def manifest(self, version: int) -> Manifest:
-        path = self.path(version) / MANIFEST
-        if not path.is_file():
-            raise CheckpointError(
-                path,
-                "version",
-                NOTHING,
-                f"one of {self.versions()}",
-                "Name a version of this registry; `leadout learn --status` lists them.",
+    def _good_ancestor(self, version: int) -> int:
+        ancestor = self.manifest(version).parent
+        while ancestor is not None and self.bad_mark(ancestor) is not None:
+            ancestor = self.manifest(ancestor).parent
+        if ancestor is None:
+            raise RegistryError(
+                f"Version {version} of {self.folder} has no good ancestor to roll back to. Publish "
+                "another version and point to it."
             )
-        return _read(path, Manifest)
-
-    def verified(self, version: int) -> Manifest:
-        """The manifest of a version whose files are, byte for byte, those that were published."""
-        manifest, folder = self.manifest(version), self.path(version)
-        found = {path.name for path in folder.iterdir()} - {MANIFEST}
-        if found != set(manifest.files):
-            name = min(found ^ set(manifest.files))
-            raise CheckpointError(
-                folder,
-                name,
-                Words("an added file") if name in found else NOTHING,
-                "exactly the files that were published",
-                "Publish the drafter again as a new version.",
-            )
-        for name, digest in manifest.files.items():
-            path = folder / name
-            if path.is_symlink() or _sha256(path) != digest:
-                raise CheckpointError(
-                    path,
-                    "content",
-                    Words("a link" if path.is_symlink() else "other bytes"),
-                    f"the published ones (sha256 {digest[:12]})",
-                    "Publish the drafter again as a new version.",
-                )
-        return manifest
-
-    def mark(self, version: int, reason: str) -> None:
-        """Never to be served again."""
-        (self.folder / MARKS).mkdir(parents=True, exist_ok=True)
-        _write(self._mark_path(version), Mark(reason=reason, marked=_now()))
-
-    def mark_of(self, version: int) -> Mark | None:
-        path = self._mark_path(version)
-        return _read(path, Mark) if path.exists() else None
-
-    def _unmarked_ancestor(self, version: int) -> int:
-        before = self.manifest(version).parent
-        while before is not None and self.mark_of(before) is not None:
-            before = self.manifest(before).parent
-        if before is None:
-            raise CheckpointError(
-                self.path(version) / MANIFEST,
-                "parent",
-                NOTHING,
-                "an unmarked version to go back to",
-                "Publish another version and point to it.",
-            )
-        return before
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One change of the pointer at a time, by any process; the lock dies with its process."""
-        handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
+        return ancestor
 
     def _mark_path(self, version: int) -> Path:
         return self.folder / MARKS / f"{version:04d}.json"
 
-    def _numbers(self) -> Iterator[int]:
-        folder = self.folder / VERSIONS
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if _NUMBER.fullmatch(path.name):
-                yield int(path.name)
 
-
-def _copy(source: Path, copy: Path) -> None:
-    shutil.copyfile(source, copy)
-    _sync(copy)
-
-
-def _sync(path: Path) -> None:
-    """On the disk before the rename that makes it visible."""
-    handle = os.open(path, os.O_RDONLY)
+def _parse_entry(line: bytes, where: str) -> LedgerEntry | None:
+    if not line.endswith(b"}"):  # empty or torn
+        return None
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return LedgerEntry.model_validate_json(line)
+    except ValidationError as problem:
+        if problem.errors()[0]["type"] == "json_invalid":  # torn inside a nested object
+            return None
+        raise RegistryError(
+            f"{where}: {_first_problem(problem)}. Move the ledger away; a new one will be started."
+        ) from None
+
+
+def _copy(source: Path, destination: Path) -> None:
+    shutil.copyfile(source, destination)
+    flush_to_disk(destination)
 
 
 def _sha256(path: Path) -> str:
@@ -365,24 +320,21 @@ def _sha256(path: Path) -> str:
 
 
 def _write(path: Path, content: _File) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(content.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    write_text(path, content.model_dump_json(indent=2) + "\n")
 
 
-def _read(path: Path, kind: type[_Read]) -> _Read:
+def _read(path: Path, kind: type[_AnyFile]) -> _AnyFile:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_text(path))
     except ValidationError as problem:
-        first = problem.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "content"
-        raise CheckpointError(
-            path,
-            field,
-            first.get("input"),
-            f"a {kind.__name__.lower()} as Leadout writes it ({first['msg'].lower()})",
-            "Restore the file, or begin a new registry.",
+        raise RegistryError(
+            f"{path}: {_first_problem(problem)}. Restore the file, or start a new registry."
         ) from None
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def _first_problem(problem: ValidationError) -> str:
+    first = problem.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "content"
+    field = field if field.isprintable() else ascii(field)
+    # `reprlib` keeps a huge value out of the message.
+    return f"{field} is {reprlib.repr(first['input'])}: {first['msg']}"

@@ -129,8 +129,8 @@ def test_a_version_that_may_not_be_served_is_refused_by_name(
     client: TestClient, engine: TwoWorkers, registry: Registry, tmp_path: Path
 ) -> None:
     publish(registry, tmp_path / "target", tmp_path, seed=2, spoil=with_nan)
-    registry.mark(2, "slow")
-    for version, words in {9: "wanted one of", 2: "marked: slow", 3: "NaN"}.items():
+    registry.mark_bad(2, "slow")
+    for version, words in {9: "does not exist", 2: "marked: slow", 3: "NaN"}.items():
         asked = client.post("/leadout/swap", headers=RIGHT, json={"version": version})
         assert asked.status_code == 409
         assert words in asked.json()["error"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from leadout.learn.gate import prove_lossless
-from leadout.registry import Registry, read_ledger
+from leadout.registry import Registry
 from support.learn_world import NEW, World, make_world, requests, start, write_capture
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -36,10 +36,10 @@ def test_two_processes_learn_and_vllm_proves_the_candidate(world: World, tmp_pat
     assert result["evidence"]["lossless"]["equal_texts"] == 16
     assert result["promoted"], result["decision"]["reasons"]
     assert result["adaptation"]["minutes"] < 1  # far from it: other work may share the cores
-    pointer = Registry(registry.folder).serving()
+    pointer = Registry(registry.folder).pointer()
     assert pointer is not None
     assert pointer.version == 2
-    assert read_ledger(registry.folder)[-1].evidence["lossless"] is True
+    assert registry.ledger()[-1].evidence["lossless"] is True
 
 
 def test_an_answer_that_changes_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

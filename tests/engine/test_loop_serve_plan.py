@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from leadout.checkpoints import CheckpointError
 from leadout.cli.app import app
 from leadout.engine import vllm_flags as serve_flags
 from leadout.engine.capture_store import INFO, CaptureInfo
@@ -24,7 +23,7 @@ from leadout.engine.vllm_flags import (
     endpoints_let_in,
     environment_for,
 )
-from leadout.registry import Registry
+from leadout.registry import Registry, RegistryError
 from support.models import tiny_llama
 from support.version_registry import publish
 
@@ -112,7 +111,7 @@ def test_another_targets_registry_or_traffic_is_refused(
 ) -> None:
     publish(registry, target, tmp_path, seed=2, other_target=True)
     registry.point_to(3, "of another target")
-    with pytest.raises(CheckpointError, match="target_fingerprint: found 000000000000"):
+    with pytest.raises(RegistryError, match="fingerprint 000000000000"):
         plan_of(target, registry=registry.folder)
     other = CaptureInfo(target="other", target_fingerprint="ab")
     (tmp_path / INFO).write_text(other.model_dump_json())

@@ -15,7 +15,7 @@ from leadout.engine.capture_store import segments
 from leadout.engine.serve_plan import Request, make_plan
 from leadout.engine.server import Server
 from leadout.engine.settings import CaptureSettings
-from leadout.registry import MANIFEST, Entry, Registry, read_ledger
+from leadout.registry import MANIFEST, LedgerEntry, Registry
 from leadout.shards import read_shard
 from support.http_load import answer, call, under_load
 from support.models import tiny_llama
@@ -81,14 +81,14 @@ class World:
         settings |= plan.environment | environment
         return Server(plan.command, log=self.work / f"{name}.log", environment=settings)
 
-    def wait_for(self, is_there: Callable[[Entry], bool], seconds: float = 60) -> Entry:
+    def wait_for(self, is_there: Callable[[LedgerEntry], bool], seconds: float = 60) -> LedgerEntry:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            for entry in read_ledger(self.registry.folder):
+            for entry in self.registry.ledger():
                 if is_there(entry):
                     return entry
             time.sleep(0.2)
-        raise AssertionError([str(entry) for entry in read_ledger(self.registry.folder)])
+        raise AssertionError([str(entry) for entry in self.registry.ledger()])
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_swaps_under_load_change_no_answer(
     report = drafter_of(server)
     assert report["version"] == 2
     assert report["requests"] > 0
-    swapped = [entry for entry in read_ledger(world.registry.folder) if entry.event == "swapped"]
+    swapped = [entry for entry in world.registry.ledger() if entry.event == "swapped"]
     assert [entry.version for entry in swapped] == [2, 1, 2]
     assert all(entry.evidence["cache_emptied"] is False for entry in swapped)  # requests ran
     assert "no longer watches" not in server.log.read_text()
@@ -169,7 +169,7 @@ BAD: dict[Callable[[World], int], str] = {
     spoil_nan: "NaN or infinite",
     spoil_shape: "block_size: found 4, wanted 5",
     spoil_target: "target_fingerprint",
-    spoil_bytes: "other bytes",
+    spoil_bytes: "changed since publishing",
 }
 
 
@@ -193,7 +193,7 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
 def test_a_version_that_falls_short_is_rolled_back(
     world: World, server: Server, bare: list[list[int]]
 ) -> None:
-    version = world.publish(seed=3, parent=1, promised=3.5)
+    version = world.publish(seed=3, parent=1, expected_length=3.5)
     world.registry.point_to(version, "promises much")
     world.wait_for(lambda entry: (entry.event, entry.version) == ("swapped", version))
     for place in range(32):
@@ -201,8 +201,8 @@ def test_a_version_that_falls_short_is_rolled_back(
     back = world.wait_for(lambda entry: entry.event == "rolled_back")
     assert back.version == version
     assert back.evidence["to"] == 1
-    assert world.registry.mark_of(version) is not None
-    pointer = world.registry.serving()
+    assert world.registry.bad_mark(version) is not None
+    pointer = world.registry.pointer()
     assert pointer is not None
     assert pointer.version == 1
     deadline = time.monotonic() + 30
@@ -254,8 +254,6 @@ def test_replicas_end_on_one_version_and_a_late_one_catches_up(
             time.sleep(0.2)
         assert versions == {third}
     workers = {
-        entry.evidence["workers"]
-        for entry in read_ledger(world.registry.folder)
-        if entry.event == "swapped"
+        entry.evidence["workers"] for entry in world.registry.ledger() if entry.event == "swapped"
     }
     assert workers == {1, 2}

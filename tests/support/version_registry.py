@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from leadout.checkpoints import write_checkpoint
 from leadout.models import fingerprint
-from leadout.registry import Manifest, Promise, Registry
+from leadout.registry import ExpectedAcceptance, Manifest, Registry
 from support.drafters import TINY_DRAFTER, random_drafter
 
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)  # for `tiny_llama`
@@ -26,7 +26,7 @@ def publish(
     *,
     seed: int,
     parent: int | None = None,
-    promised: float | None = None,
+    expected_length: float | None = None,
     config: object = CONFIG,
     other_target: bool = False,
     spoil: Callable[[Path], None] = lambda folder: None,
@@ -36,13 +36,18 @@ def publish(
     shutil.rmtree(folder, ignore_errors=True)
     write_checkpoint(folder, random_drafter(config, seed).state_dict(), config, "zlab")  # type: ignore[arg-type]
     spoil(folder)
-    promises = {}
-    if promised is not None:
-        promises["traffic"] = Promise(
-            acceptance_length=promised, low=promised, high=promised, requests=100
+    expected = {}
+    if expected_length is not None:
+        expected["traffic"] = ExpectedAcceptance(
+            acceptance_length=expected_length,
+            low=expected_length,
+            high=expected_length,
+            requests=100,
         )
-    about = "0" * 64 if other_target else fingerprint(target)
-    return registry.publish(folder, target_fingerprint=about, parent=parent, promises=promises)
+    target_fingerprint = "0" * 64 if other_target else fingerprint(target)
+    return registry.publish(
+        folder, target_fingerprint=target_fingerprint, parent=parent, expected=expected
+    )
 
 
 def with_nan(folder: Path) -> None:

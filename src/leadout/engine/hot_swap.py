@@ -40,7 +40,7 @@ class Staged:
 
 def read_version(registry: Registry, version: int, serving: DrafterConfig, target: Path) -> Staged:
     """The published bytes, for this target, of the serving drafter's shape, all values finite."""
-    manifest = registry.verified(version)
+    manifest = registry.verify(version)
     folder = registry.path(version)
     found = _fingerprint_of(target)
     if manifest.target_fingerprint != found:

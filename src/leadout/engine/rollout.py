@@ -24,12 +24,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.checkpoints import CheckpointError
 from leadout.control.rollback import PromiseWatch, Tally
 from leadout.engine.capture_store import SOURCE
 from leadout.engine.hot_swap import SwapFailedError, Swapped, Swapper, SwapRefusedError
 from leadout.engine.small_files import read_small, small_file, write_small
-from leadout.registry import Entry, Event, Manifest, Pointer, Registry, append
+from leadout.errors import LeadoutError
+from leadout.registry import Event, Manifest, Pointer, Registry
 
 logger = logging.getLogger("vllm.leadout")  # governed by VLLM_LOGGING_LEVEL
 
@@ -207,7 +207,7 @@ class ServingDrafter:
             try:
                 manifest = await asyncio.to_thread(self._permitted, version)
                 swapped = await self._swapper.swap(version, before.version)
-            except (SwapRefusedError, SwapFailedError, CheckpointError, OSError) as problem:
+            except (LeadoutError, OSError) as problem:
                 logger.error("Leadout refuses version %d: %s", version, problem)
                 await self.note("refused", version, str(problem), {})
                 if isinstance(problem, SwapFailedError):
@@ -273,16 +273,14 @@ class ServingDrafter:
     ) -> None:
         """Into the ledger; a registry that this server cannot write to costs one log line."""
         server = f"{socket.gethostname()}:{os.getpid()}"
-        entry = Entry(
-            event=event, version=version, why=why, evidence={"server": server, **evidence}
-        )
+        evidence = {"server": server, **evidence}
         try:
-            await asyncio.to_thread(append, self._registry.folder, entry)
+            await asyncio.to_thread(self._registry.record, event, version, why, evidence)
         except OSError as problem:
             logger.warning("Leadout cannot write to the ledger: %s", problem)
 
     def _permitted(self, version: int) -> Manifest:
-        mark = self._registry.mark_of(version)
+        mark = self._registry.bad_mark(version)
         if mark is not None:
             raise SwapRefusedError(f"version {version} is marked: {mark.reason}")
         return self._registry.manifest(version)
@@ -335,7 +333,7 @@ class Follower:
             await asyncio.sleep(POLL_SECONDS)
 
     async def look(self) -> None:
-        pointer = await asyncio.to_thread(self._registry.serving)
+        pointer = await asyncio.to_thread(self._registry.pointer)
         if pointer is None or pointer == self._followed:
             if await self._drafter.has_fallen_short():
                 self._followed = None  # go where the pointer leads now, also from one set by hand

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
-from leadout.checkpoints.errors import Words
 from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.engine.capture_store import INFO, about_target, require_same_target
 from leadout.engine.pair import UnfitPairError, pair_of, pair_to_be, require_no_refusal
@@ -32,7 +31,7 @@ from leadout.pairing import Severity, examine
 from leadout.pairing.published import AS_OF, find_published
 from leadout.pairing.rules import batched_tokens_for
 from leadout.pairing.target import read_any_config
-from leadout.registry import MANIFEST, Registry
+from leadout.registry import Registry, RegistryError
 from leadout.shards import ShardError
 
 
@@ -43,18 +42,15 @@ def version_to_serve(folder: Path, target: str, other: str | None, notes: list[s
             f"--registry: found the drafter {other} as well, wanted one of the two; leave out "
             "--draft, or publish it with `leadout learn --start`"
         )
-    registry = Registry.opened(folder.resolve())
-    pointer = registry.serving()
-    assert pointer is not None
-    manifest = registry.verified(pointer.version)
+    registry = Registry(folder.resolve())
+    pointer = registry.require_pointer()
+    manifest = registry.verify(pointer.version)
     found = fingerprint(local_folder(target))
     if manifest.target_fingerprint != found:
-        raise CheckpointError(
-            registry.path(pointer.version) / MANIFEST,
-            "target_fingerprint",
-            Words(manifest.target_fingerprint[:12]),
-            f"{found[:12]}, that of {target}",
-            "Serve the target that the registry is for, or begin a new registry.",
+        raise RegistryError(
+            f"--registry {folder} holds drafters for the target with fingerprint "
+            f"{manifest.target_fingerprint[:12]}; {target} has {found[:12]}. Serve the registry's "
+            "target, or start a new registry."
         )
     notes.append(f"--registry: version {pointer.version}, and others as the pointer names them")
     return str(registry.path(pointer.version))
@@ -105,7 +101,7 @@ class Plan:
 
 
 def make_plan(request: Request) -> Plan:
-    """The server for this request; an UnfitPairError or CheckpointError says why there is none."""
+    """The server for this request; raises UnfitPairError, CheckpointError or RegistryError."""
     notes: list[str] = []
     named = _target_named_by(request.target)
     target = request.target if named is None or request.draft is not None else named
@@ -145,7 +141,7 @@ def make_plan(request: Request) -> Plan:
             return _without_drafter(target, flags, request, notes)
         flags += _sound_scheduler(target, flags, request, notes)
         return _with_parts(target, flags, _parts_of(request), notes)
-    except (UnfitPairError, CheckpointError, ModelNotFoundError) as problem:
+    except (UnfitPairError, CheckpointError, RegistryError, ModelNotFoundError) as problem:
         if request.if_unfit == "refuse":
             raise
         notes.append(f"serving WITHOUT speculation, as --if-unfit bare asks: {problem}")

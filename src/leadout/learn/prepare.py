@@ -236,9 +236,8 @@ class Subject:
 def subject_of(request: LearnRequest) -> Subject:
     """All that can be refused before anything is done."""
     target = local_folder(request.target)
-    registry = Registry.opened(request.registry)
-    pointer = registry.serving()
-    assert pointer is not None
+    registry = Registry(request.registry)
+    pointer = registry.require_pointer()
     drafter = read_checkpoint(registry.path(pointer.version))
     require_learnable(drafter)
     found, replay = fingerprint(target), DataFolder(request.replay)

@@ -12,7 +12,7 @@ from leadout.learn.gate import Decision, Evidence
 from leadout.learn.prepare import require_learnable
 from leadout.learn.report import Adaptation, Started, numbers_of, promises_of
 from leadout.models import fingerprint, local_folder
-from leadout.registry import Entry, Manifest, Registry, append
+from leadout.registry import Manifest, Registry
 
 
 def promote(
@@ -35,10 +35,10 @@ def promote(
             candidate,
             target_fingerprint=target_fingerprint,
             parent=adaptation.parent,
-            promises=promises_of(evidence),
+            expected=promises_of(evidence),
         )
-        append(registry.folder, Entry(event="published", version=manifest.version, why=why))
-    pointer = registry.serving()
+        registry.record("published", manifest.version, why)
+    pointer = registry.pointer()
     serving = None if pointer is None else pointer.version
     if serving != adaptation.parent:
         # A rollback, or another learner: what the gate compared with is not what is served.
@@ -46,37 +46,23 @@ def promote(
             f"serving: found version {serving}, wanted {adaptation.parent}, which the candidate "
             "was compared with: the pointer has moved since"
         )
-        append(
-            registry.folder,
-            Entry(event="rejected", version=manifest.version, why=reason, evidence=numbers),
-        )
+        registry.record("rejected", manifest.version, reason, numbers)
         return Decision(passed=False, reasons=[reason]), manifest.version
     registry.point_to(manifest.version, why)
-    append(
-        registry.folder,
-        Entry(event="promoted", version=manifest.version, why=why, evidence=numbers),
-    )
+    registry.record("promoted", manifest.version, why, numbers)
     return decision, manifest.version
 
 
 def reject(
     registry: Registry, decision: Decision, evidence: Evidence, adaptation: Adaptation
 ) -> None:
-    append(
-        registry.folder,
-        Entry(
-            event="rejected",
-            version=None,
-            why="; ".join(decision.reasons),
-            evidence=numbers_of(evidence, adaptation),
-        ),
-    )
+    registry.record("rejected", None, "; ".join(decision.reasons), numbers_of(evidence, adaptation))
 
 
 def start_registry(target: str, folder: Path, drafter: str) -> Started:
     """Version 1 of a new registry, which is served from now on."""
     registry = Registry(folder)
-    pointer = registry.serving()
+    pointer = registry.pointer()
     if pointer is not None:
         raise LearnError(
             f"--start {drafter}: found a registry in {folder} that serves version "
@@ -94,9 +80,9 @@ def start_registry(target: str, folder: Path, drafter: str) -> Started:
     require_learnable(read_checkpoint(source))
     manifest = registry.publish(source, target_fingerprint=fingerprint(target_folder))
     why = f"the first of this registry: {source.name}"
-    append(folder, Entry(event="published", version=manifest.version, why=why))
+    registry.record("published", manifest.version, why)
     registry.point_to(manifest.version, why)
-    append(folder, Entry(event="promoted", version=manifest.version, why=why))
+    registry.record("promoted", manifest.version, why)
     return Started(version=manifest.version, drafter=drafter, fingerprint=manifest.fingerprint)
 
 

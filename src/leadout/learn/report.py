@@ -13,7 +13,7 @@ from rich.text import Text
 from leadout.checkpoints.errors import printable
 from leadout.learn.config import LearnConfig
 from leadout.learn.gate import Comparison, Decision, Evidence
-from leadout.registry import Entry, Promise, Registry, read_ledger
+from leadout.registry import ExpectedAcceptance, LedgerEntry, Registry
 from leadout.train.config import TrainConfig
 
 TRAFFIC = "traffic"
@@ -66,7 +66,7 @@ class Started(_Record):
         return f"version {self.version} is to be served: {self.drafter}"
 
 
-def promises_of(evidence: Evidence) -> dict[str, Promise]:
+def promises_of(evidence: Evidence) -> dict[str, ExpectedAcceptance]:
     """By kind of text; what servers hold the version to."""
     promised = {name: _promise(found) for name, found in evidence.base_by_source.items()}
     if evidence.traffic is not None:
@@ -93,9 +93,9 @@ def numbers_of(evidence: Evidence, adaptation: Adaptation) -> dict[str, float | 
     return numbers
 
 
-def _promise(found: Comparison) -> Promise:
+def _promise(found: Comparison) -> ExpectedAcceptance:
     after = found.after
-    return Promise(
+    return ExpectedAcceptance(
         acceptance_length=after.value, low=after.low, high=after.high, requests=found.requests
     )
 
@@ -113,28 +113,27 @@ class VersionStatus(_StatusRecord):
     made: str
     serving: bool
     mark: str | None  # why it must not be served again
-    promises: dict[str, Promise]
+    promises: dict[str, ExpectedAcceptance]
 
 
 class Status(_StatusRecord):
     serving: int
     versions: list[VersionStatus]
-    ledger: list[Entry]  # oldest first
+    ledger: list[LedgerEntry]  # oldest first
 
 
 def read_status(folder: Path) -> Status:
-    registry = Registry.opened(folder)
-    pointer = registry.serving()
-    assert pointer is not None
+    registry = Registry(folder)
+    pointer = registry.require_pointer()
     return Status(
         serving=pointer.version,
         versions=[_version(registry, number, pointer.version) for number in registry.versions()],
-        ledger=read_ledger(folder),
+        ledger=registry.ledger(),
     )
 
 
 def _version(registry: Registry, number: int, serving: int) -> VersionStatus:
-    manifest, mark = registry.manifest(number), registry.mark_of(number)
+    manifest, mark = registry.manifest(number), registry.bad_mark(number)
     return VersionStatus(
         version=number,
         parent=manifest.parent,

@@ -16,7 +16,7 @@ from leadout.control.rollback import Tally
 from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
 from leadout.engine.rollout import Follower, ServedNumbers, ServingDrafter
 from leadout.engine.small_files import write_small
-from leadout.registry import POINTER, Registry, read_ledger
+from leadout.registry import POINTER, Registry
 from support.models import tiny_llama
 from support.two_workers import TwoWorkers
 from support.version_registry import publish, with_nan
@@ -62,7 +62,7 @@ def registry(target: Path, tmp_path: Path) -> Registry:
     """Version 2 was made from 1 and promises more than 1 accepts; 1 is to be served."""
     registry = Registry(tmp_path / "registry")
     publish(registry, target, tmp_path, seed=0)
-    publish(registry, target, tmp_path, seed=1, parent=1, promised=PROMISED)
+    publish(registry, target, tmp_path, seed=1, parent=1, expected_length=PROMISED)
     registry.point_to(1, "the start")
     return registry
 
@@ -73,7 +73,7 @@ def replica(registry: Registry, target: Path, tmp_path: Path) -> Replica:
 
 
 def events(registry: Registry) -> list[tuple[str, int | None]]:
-    return [(entry.event, entry.version) for entry in read_ledger(registry.folder)]
+    return [(entry.event, entry.version) for entry in registry.ledger()]
 
 
 def test_the_pointer_leads(registry: Registry, replica: Replica) -> None:
@@ -84,7 +84,7 @@ def test_the_pointer_leads(registry: Registry, replica: Replica) -> None:
     assert replica.engine.loaded == [2, 2]
     assert replica.engine.calls[-2:] == ["leadout_end", "reset_prefix_cache"]
     assert events(registry) == [("swapped", 2)]
-    (entry,) = read_ledger(registry.folder)
+    (entry,) = registry.ledger()
     assert entry.why == "better"
     assert entry.evidence["from"] == 1
     assert entry.evidence["workers"] == 2
@@ -142,7 +142,7 @@ def test_a_refused_version_is_not_tried_twice(
 
 
 def test_a_marked_version_is_refused(registry: Registry, replica: Replica) -> None:
-    registry.mark(2, "slow")
+    registry.mark_bad(2, "slow")
     with pytest.raises(SwapRefusedError, match="version 2 is marked: slow"):
         asyncio.run(replica.drafter.change_to(2, ""))
 
@@ -163,7 +163,7 @@ def test_a_shortfall_rolls_all_replicas_back(
         one.serve(requests=40, acceptance_length=1)
         one.look()  # the way back is not watched
         assert one.engine.loaded == [1, 1]
-    mark = registry.mark_of(2)
+    mark = registry.bad_mark(2)
     assert mark is not None
     assert "over 40 requests, wanted 2.70 by its promise" in mark.reason
     assert events(registry).count(("rolled_back", 2)) == 1
@@ -178,7 +178,7 @@ def test_a_version_set_by_hand_that_falls_short_makes_way(
     for _ in range(2):
         replica.look()
     assert replica.engine.loaded == [1, 1]
-    assert registry.mark_of(2) is not None
+    assert registry.bad_mark(2) is not None
 
 
 def test_a_kept_promise_changes_nothing(registry: Registry, replica: Replica) -> None:
@@ -189,7 +189,7 @@ def test_a_kept_promise_changes_nothing(registry: Registry, replica: Replica) ->
     report = asyncio.run(replica.drafter.report())
     assert (report.version, report.watch, report.promised_low) == (2, "kept", PROMISED)
     assert (report.requests, report.acceptance_length) == (5000, 3.0)
-    assert registry.mark_of(2) is None
+    assert registry.bad_mark(2) is None
 
 
 def test_requests_from_before_a_swap_do_not_count(registry: Registry, replica: Replica) -> None:

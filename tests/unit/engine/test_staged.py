@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from leadout.checkpoints import CheckpointError
 from leadout.engine.hot_swap import read_version
-from leadout.registry import MANIFEST, Registry
+from leadout.registry import MANIFEST, Registry, RegistryError
 from support.models import tiny_llama
 from support.version_registry import CONFIG, WEIGHTS, publish, with_nan
 
@@ -49,9 +49,9 @@ def spoil_bytes(folder: Path) -> None:
 
 
 AFTER_PUBLISHING: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "found nothing"),
-    "missing file": (lambda folder: (folder / WEIGHTS).unlink(), "exactly the files"),
-    "changed bytes": (spoil_bytes, "other bytes"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "does not exist"),
+    "missing file": (lambda folder: (folder / WEIGHTS).unlink(), "is missing since publishing"),
+    "changed bytes": (spoil_bytes, "changed since publishing"),
 }
 
 
@@ -62,7 +62,7 @@ def test_a_half_written_version_is_refused(
     publish(registry, target, tmp_path, seed=0)
     spoil, words = AFTER_PUBLISHING[fault]
     spoil(registry.path(1))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(RegistryError, match=words):
         read_version(registry, 1, CONFIG, target)
 
 

@@ -21,7 +21,7 @@ from leadout.learn.cycle import RECORD, learn
 from leadout.learn.prepare import Work
 from leadout.learn.promote import start_registry
 from leadout.learn.report import LearnResult
-from leadout.registry import Registry, read_ledger
+from leadout.registry import Registry
 from leadout.shards import Sample
 from leadout.train.progress import read_log
 from support.learn_world import NEW, World, prove_by_reference, requests, start, write_capture
@@ -60,10 +60,10 @@ def test_a_cycle_promotes_a_drafter_that_has_learnt_its_traffic(
     result = carry_out(request_of_world)
     assert result.promoted, result.decision.reasons
     registry = Registry(request_of_world.registry)
-    pointer = registry.serving()
+    pointer = registry.pointer()
     assert pointer is not None
     assert pointer.version == result.version == 2
-    manifest = registry.verified(2)
+    manifest = registry.verify(2)
     assert manifest.parent == 1
     assert set(manifest.promises) == {"traffic", "asked", "self"}
     evidence = result.evidence
@@ -80,9 +80,9 @@ def test_a_cycle_promotes_a_drafter_that_has_learnt_its_traffic(
     record = json.loads((registry.path(2) / RECORD).read_text())
     assert record["training"]["initial"] == "version 1"
     assert str(request_of_world.work) not in json.dumps(record)
-    events = [(entry.event, entry.version) for entry in read_ledger(registry.folder)]
+    events = [(entry.event, entry.version) for entry in registry.ledger()]
     assert events == [("published", 1), ("promoted", 1), ("published", 2), ("promoted", 2)]
-    assert read_ledger(registry.folder)[-1].evidence["traffic_change"] > CONFIG.gain
+    assert registry.ledger()[-1].evidence["traffic_change"] > CONFIG.gain
     # Nothing of what users wrote is left behind.
     left = {path.name for path in request_of_world.work.rglob("*") if path.is_file()}
     assert not {name for name in left if name.endswith((".jsonl", ".bin"))} - {"log.jsonl"}
@@ -98,7 +98,7 @@ def test_a_candidate_that_gains_too_little_is_rejected_and_nothing_changes(
     assert result.version is None
     registry = Registry(request_of_world.registry)
     assert registry.versions() == [1]
-    last = read_ledger(registry.folder)[-1]
+    last = registry.ledger()[-1]
     assert (last.event, last.version) == ("rejected", None)
     assert last.why.startswith("traffic: acceptance length")
 
@@ -178,7 +178,7 @@ def test_a_pointer_that_has_moved_meanwhile_is_left_alone(
     assert result is not None
     assert not result.promoted
     assert result.decision.reasons[0].startswith("serving: found version 2, wanted 1")
-    pointer = registry.serving()
+    pointer = registry.pointer()
     assert pointer is not None
     assert pointer.version == 2
 
@@ -227,4 +227,4 @@ def test_a_registry_is_started_once_and_with_a_fitting_drafter(
         (broken / path.name).write_bytes(content)
     with pytest.raises(LearnError, match="target and drafter do not fit"):
         start_registry(str(world.target), tmp_path / "other", str(broken))
-    assert Registry(tmp_path / "other").serving() is None
+    assert Registry(tmp_path / "other").pointer() is None

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
-from leadout.registry import Entry, Promise, append
+from leadout.registry import ExpectedAcceptance
 from support.learn_world import World, start
 
 
@@ -17,12 +17,12 @@ from support.learn_world import World, start
 def registry(world: World, tmp_path: Path) -> Path:
     """Version 2 was promoted and rolled back."""
     made = start(world, tmp_path / "registry")
-    promise = Promise(acceptance_length=2.125, low=2.0, high=2.25, requests=50)
-    made.publish(world.drafter, target_fingerprint="-", parent=1, promises={"traffic": promise})
-    append(made.folder, Entry(event="promoted", version=2, why="traffic +20%"))
-    made.mark(2, "live acceptance 1.5")
-    append(made.folder, Entry(event="rolled_back", version=2, why="live acceptance 1.5"))
-    append(made.folder, Entry(event="rejected", version=None, why="traffic +1%"))
+    expected = ExpectedAcceptance(acceptance_length=2.125, low=2.0, high=2.25, requests=50)
+    made.publish(world.drafter, target_fingerprint="-", parent=1, expected={"traffic": expected})
+    made.record("promoted", 2, "traffic +20%")
+    made.mark_bad(2, "live acceptance 1.5")
+    made.record("rolled_back", 2, "live acceptance 1.5")
+    made.record("rejected", None, "traffic +1%")
     return made.folder
 
 
@@ -51,7 +51,7 @@ def test_it_is_read_by_machines(registry: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--status"], "wanted a registry with a version to serve"),
+        (["--status"], "is not a registry with a version to serve"),
         ([], "TARGET is required"),
         (["tiny"], "--traffic is required"),
         (["tiny", "--traffic", "t"], "--replay is required"),
