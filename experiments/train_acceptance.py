@@ -23,7 +23,7 @@ from leadout.engine.offline import Ask, TextEngine
 from leadout.evaluate.acceptance import accepted_drafts, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates
-from leadout.evaluate.target_weights import TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.provenance import Provenance
 
 DRAFTS = "vllm:spec_decode_num_drafts"
@@ -104,7 +104,7 @@ def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict
     drafter = load_drafter(arguments.drafter, PRECISION)
     config = drafter.config
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=PRECISION).eval()
-    borrowed = borrow(TargetFiles(arguments.target), PRECISION, torch.device("cpu"))
+    borrowed = load_target_weights(TargetFiles(arguments.target), PRECISION, torch.device("cpu"))
     source = ComputedStates(lambda: Target(model, config.target_layer_ids))
     forward = BlockForward(drafter, borrowed.embedding)
     found = {}

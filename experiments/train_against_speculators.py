@@ -35,15 +35,16 @@ from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.dflash.target import Observation, Target
 from leadout.evaluate.acceptance import accepted_drafts, summarise
-from leadout.evaluate.blocks import BlockForward, Split, candidates, to_sequence
-from leadout.evaluate.hidden_states import ComputedStates, Indexed, KeptStates, StateSource
+from leadout.evaluate.blocks import BlockForward, Split, possible_anchors, to_sequence
+from leadout.evaluate.hidden_states import ComputedStates, Indexed, StatesOnDisk, StateSource
 from leadout.evaluate.ranks import Ranks
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
 from leadout.train.config import TrainConfig
-from leadout.train.loop import load_best, sequences_of_step
+from leadout.train.loop import sequences_of_step
 from leadout.train.progress import Record, StepRecord
-from leadout.train.run import STATES, WORK, Corpus, Run, read_corpus, resolve
+from leadout.train.run import STATES, WORK, Corpus, Run, complete_settings, read_corpus
+from leadout.train.run_state import load_best
 from leadout.version import installed_version
 
 LAYERS = 2
@@ -134,7 +135,7 @@ def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
     vocab_size = read_target(arguments.target).vocab_size
     corpus = read_corpus(DataFolder(arguments.data), arguments.target, wanted, vocab_size)
     corpus = replace(corpus, split=fewer(corpus.split, arguments.samples))
-    config = resolve(wanted, arguments.target, corpus, vocab_size)
+    config = complete_settings(wanted, arguments.target, corpus, vocab_size)
     began = time.monotonic()
     compute_states(arguments.target, corpus, config, work)
     seconds = time.monotonic() - began
@@ -227,7 +228,7 @@ def compute_states(target: Path, corpus: Corpus, config: TrainConfig, work: Path
     dataset.save_to_disk(work / "peer-data")
     layer_ids = config.target_layer_ids or ()
     source = StatesForBoth(target, layer_ids, rows, work / "peer-data" / "hidden_states")
-    kept: StateSource = KeptStates(
+    kept: StateSource = StatesOnDisk(
         work / "states" / WORK / STATES,
         source,
         corpus.lengths,
@@ -272,7 +273,7 @@ def train_ours(states: Run, target: Path, folder: Path) -> tuple[Arm, Path]:
         for step in range(numbers.step)
         for index in sequences_of_step(run.corpus.split.train, step, run.config)
     ]
-    blocks = (min(run.config.anchors, len(candidates(s.prompt_length, len(s)))) for s in seen)
+    blocks = (min(run.config.anchors, len(possible_anchors(s.prompt_length, len(s)))) for s in seen)
     arm = {
         "settings": run.config.model_dump(mode="json"),
         "steps": numbers.step,
@@ -385,9 +386,9 @@ def speculators_on_cpu() -> Any:
 
 def judge(run: Run, drafter: Path) -> Arm:
     """Our validation of a checkpoint on the held-out answers."""
-    forward = BlockForward(load_drafter(drafter, PRECISION), run.borrowed.embedding)
+    forward = BlockForward(load_drafter(drafter, PRECISION), run.target_weights.embedding)
     held_out = [run.fetch(index) for index in run.corpus.split.validation]
-    drafts = accepted_drafts(forward, run.borrowed, run.source, held_out, BLOCK_SIZE)
+    drafts = accepted_drafts(forward, run.target_weights, run.source, held_out, BLOCK_SIZE)
     found = summarise(drafts, BLOCK_SIZE)
     return {
         "acceptance_length": found.overall.acceptance_length,

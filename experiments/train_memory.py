@@ -102,7 +102,7 @@ def train_once(target: str, data: str, out: str, source: str) -> None:
     from leadout.data.manifest import DataFolder
     from leadout.evaluate.ranks import Ranks
     from leadout.train.config import TrainConfig
-    from leadout.train.run import STATES, Run, read_corpus, resolve
+    from leadout.train.run import STATES, Run, complete_settings, read_corpus
     from support.models import TINY_VOCAB
 
     config = TrainConfig.model_validate(
@@ -123,7 +123,7 @@ def train_once(target: str, data: str, out: str, source: str) -> None:
         }
     )
     corpus = read_corpus(DataFolder(Path(data)), Path(target), config, TINY_VOCAB)
-    resolved = resolve(config, Path(target), corpus, TINY_VOCAB)
+    resolved = complete_settings(config, Path(target), corpus, TINY_VOCAB)
     run = Run(Path(target), corpus, resolved, Path(out), Ranks(0, 1, torch.device("cpu")))
     numbers = run.train(lambda _: None)
     on_disk = run.folder / STATES

@@ -19,7 +19,7 @@ from leadout.checkpoints import convert, load_drafter
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
 from leadout.engine.plugin import FLAG, SWITCH
-from leadout.train.draft_vocab import narrow
+from leadout.train.draft_vocab import reduce_draft_vocab
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import ROOT
 from support.shared import QUICK_DRAFTER, chat_tokens, first_turns
@@ -124,7 +124,9 @@ def test_a_narrowed_drafter_is_drafted_alike(
     prompts: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    written, _ = narrow(QUICK_DRAFTER, tmp_path / "narrow", smollm2, prompts, DRAFT_VOCAB)
+    written, _ = reduce_draft_vocab(
+        QUICK_DRAFTER, tmp_path / "narrow", smollm2, prompts, DRAFT_VOCAB
+    )
     reference = load_drafter(written.path, dtype=torch.float32)
     assert agreement(run_engine, smollm2, target, written.path, prompts, reference) >= AGREEMENT
 

@@ -28,7 +28,7 @@ from leadout.registry import Registry
 from leadout.shards import Sample, Samples, ShardWriter
 from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS, write_best
-from leadout.train.run import Corpus, Run, resolve
+from leadout.train.run import Corpus, Run, complete_settings
 from support.models import TINY_VOCAB
 from support.tiny_chat import MASK_TOKEN
 from support.tiny_data import SOURCES, loaded, write_data, write_predictable_target
@@ -151,7 +151,7 @@ def train(
     counts = torch.zeros(TINY_VOCAB, dtype=torch.int64)
     lengths = [len(sample.prompt) + len(sample.response) for sample in found]
     corpus = Corpus(found, Split(list(range(len(found))), [0]), lengths, counts, "")
-    config = resolve(
+    config = complete_settings(
         settings.model_copy(update={"initial": str(initial)}), target, corpus, TINY_VOCAB
     )
     run = Run(target, corpus, config, out, ALONE)

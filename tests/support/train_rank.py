@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from leadout.data.manifest import DataFolder
 from leadout.evaluate.ranks import Ranks, joined_ranks
 from leadout.train.config import TrainConfig
-from leadout.train.loop import sequences_of_step, sum_over_ranks
-from leadout.train.run import Run, read_corpus, resolve
+from leadout.train.loop import sequences_of_step
+from leadout.train.optimizer import sum_gradients_over_ranks
+from leadout.train.run import Run, complete_settings, read_corpus
 from support.models import TINY_VOCAB
 
 FIRST, FINAL, JUDGED = "first.safetensors", "final.safetensors", "judged.json"
@@ -33,20 +34,20 @@ def train_and_tell(
 ) -> None:
     """The gradients of the first step, a validation before training, and the final weights."""
     corpus = read_corpus(data, target, config, TINY_VOCAB)
-    run = Run(target, corpus, resolve(config, target, corpus, TINY_VOCAB), out, ranks)
+    run = Run(target, corpus, complete_settings(config, target, corpus, TINY_VOCAB), out, ranks)
     run.weights.clear_gradients()
     batch = [run.fetch(i) for i in sequences_of_step(corpus.split.train, 0, config)]
     denominator = float(config.batch_sequences * config.anchors)
     run.gradient.accumulate(batch[ranks.rank :: ranks.count], 0, denominator)
     if ranks.count > 1:
-        sum_over_ranks(run.weights.masters.values())
+        sum_gradients_over_ranks(run.weights.masters.values())
     gradients = {
         name: p.grad.clone() for name, p in run.weights.masters.items() if p.grad is not None
     }
     validation = run.validate()
     numbers = run.train(lambda _: None)
     assert numbers.finished  # on every rank
-    if ranks.leads:
+    if ranks.is_leader:
         save_file(gradients, out / FIRST)
         save_file(run.weights.named(), out / FINAL)
         (out / JUDGED).write_text(validation.model_dump_json())

@@ -18,7 +18,7 @@ from leadout.dflash.drafter import Drafter, KeyValue
 from leadout.dflash.mask import decode_masks
 from leadout.dflash.target import Target
 from leadout.engine.draft_recorder import RecordedText
-from leadout.evaluate.target_weights import Borrowed, TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
 
 FEATURES, FINAL, LOGITS = "context features", "final hidden states", "logits"
 
@@ -59,7 +59,7 @@ def names_in_order(config: DrafterConfig) -> list[str]:
 class Reference:
     """A drafter that has read the target's states [length, taps * width] of one text."""
 
-    def __init__(self, drafter: Drafter, borrowed: Borrowed, states: Tensor) -> None:
+    def __init__(self, drafter: Drafter, borrowed: TargetWeights, states: Tensor) -> None:
         self._drafter = drafter
         self._borrowed = borrowed
         self._positions = torch.arange(len(states))[None]
@@ -243,7 +243,7 @@ class _Pair:
 
     def __init__(self, target: Path, drafter: Path, precision: torch.dtype) -> None:
         self.drafter = load_drafter(drafter, precision)
-        self._borrowed = borrow(TargetFiles(target), precision, torch.device("cpu"))
+        self._borrowed = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
 
     def tensors(self, text: RecordedText, states: Tensor) -> Iterator[Tensors]:
         """Of the context, then of each block, by the names of the reference."""

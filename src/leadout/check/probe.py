@@ -22,7 +22,7 @@ from leadout.evaluate.acceptance import (
 )
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates, Indexed
-from leadout.evaluate.target_weights import Borrowed, TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
 
 Report = Callable[[], None]
 
@@ -53,7 +53,9 @@ class Probe:
     ) -> None:
         self._texts = texts
         self._layer_ids = sorted(set(layer_ids))
-        self.borrowed: Borrowed = borrow(TargetFiles(target), precision, torch.device("cpu"))
+        self.borrowed: TargetWeights = load_target_weights(
+            TargetFiles(target), precision, torch.device("cpu")
+        )
         source = ComputedStates(lambda: Target(model, self._layer_ids))
         self._sequences: list[Indexed] = []
         self._observed: list[Observation] = []

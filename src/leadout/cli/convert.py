@@ -56,7 +56,7 @@ def _narrowed(
 ) -> "tuple[Checkpoint, float]":
     from leadout.data.manifest import DataFolder
     from leadout.models import local_folder
-    from leadout.train.draft_vocab import narrow
+    from leadout.train.draft_vocab import reduce_draft_vocab
 
     if to != "speculators":
         raise ValueError(
@@ -70,4 +70,4 @@ def _narrowed(
         )
     samples = DataFolder(frequent_in).samples()
     answers = (samples[index].response for index in range(len(samples)))
-    return narrow(source, destination, local_folder(target), answers, draft_vocab)
+    return reduce_draft_vocab(source, destination, local_folder(target), answers, draft_vocab)

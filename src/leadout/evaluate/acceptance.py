@@ -17,10 +17,16 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from leadout.evaluate.blocks import TrainingSequence, batch, candidates, drafted_slots, make_blocks
+from leadout.evaluate.blocks import (
+    TrainingSequence,
+    batch,
+    drafted_slots,
+    make_blocks,
+    possible_anchors,
+)
 from leadout.evaluate.hidden_states import Indexed, StateSource
 from leadout.evaluate.ranks import Ranks
-from leadout.evaluate.target_weights import Borrowed
+from leadout.evaluate.target_weights import TargetWeights
 from leadout.stats import Interval, ratio_interval
 
 ANCHORS_PER_PASS = 64
@@ -68,7 +74,7 @@ def accepted_drafts_over_ranks(
         found[i].counts if i in found else torch.zeros(count, dtype=torch.int64)
         for i, count in enumerate(positions)
     ]
-    summed = torch.split(ranks.add(torch.cat(parts)), positions)
+    summed = torch.split(ranks.sum(torch.cat(parts)), positions)
     return [
         AcceptedDrafts(sequence.source, counts)
         for (_, sequence), counts in zip(sequences, summed, strict=True)
@@ -78,7 +84,7 @@ def accepted_drafts_over_ranks(
 @torch.no_grad()
 def accepted_drafts(
     forward: Callable[..., Tensor],
-    borrowed: Borrowed,
+    borrowed: TargetWeights,
     source: StateSource,
     sequences: Sequence[Indexed],
     block_size: int,
@@ -130,7 +136,7 @@ def along_decoding(counts: Tensor) -> list[int]:
 
 def _anchors(sequence: TrainingSequence, block_size: int) -> Tensor:
     """The anchors whose whole block lies in the answer."""
-    return candidates(sequence.prompt_length, len(sequence) - (block_size - 2))
+    return possible_anchors(sequence.prompt_length, len(sequence) - (block_size - 2))
 
 
 def _acceptance(drafts: Sequence[AcceptedDrafts], block_size: int) -> Acceptance:

@@ -1,4 +1,9 @@
-"""Samples as training sequences: tokens of prompt and answer, and which of them are the answer."""
+"""Draft blocks on recorded answers: sequences, anchors, and the drafter run on many blocks at once.
+
+A block of B slots starts at an anchor, a position of the answer whose token is known; its other
+slots predict the B - 1 tokens after it. Training and evaluation run many blocks of a sequence in
+one pass, with the same result as decoding each of them separately.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from leadout.shards import Sample, Samples
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """One answer with what came before it, cut to the longest length."""
+    """A prompt with its answer, cut to the maximum length."""
 
     name: str
     source: str
@@ -31,7 +36,7 @@ class TrainingSequence:
 class SequenceBatch(NamedTuple):
     tokens: Tensor  # [rows, longest], 0 in the padding
     lengths: Tensor  # [rows]
-    supervised: Tensor  # [rows, longest]: the answer's tokens
+    supervised: Tensor  # [rows, longest]: True for the answer's tokens
 
 
 def to_sequence(sample: Sample, max_length: int) -> TrainingSequence:
@@ -58,11 +63,12 @@ class Split(NamedTuple):
 
 
 def split(samples: Samples, max_length: int, held_out: int) -> Split:
-    """Hold out greedy answers, drawn by name, the same number of each source as far as it goes.
+    """Hold out greedy answers for validation, equally many of each source as far as possible.
 
-    Only a greedy answer is what the target would say again, so only there an accepted draft is
-    known. All answers to a held-out prompt are held out, also where it occurs again under another
-    name. Answers of one token teach nothing.
+    Which ones depends on a hash of their names alone. Only a greedy answer is what the target
+    would write again, so only on those is it known which drafts it accepts. All answers to a
+    held-out prompt are left out of training, also where the same prompt has another name. Answers
+    of one token are not used.
     """
     by_source: dict[str, list[tuple[str, int]]] = {}
     prompt_of: list[str] = []
@@ -79,40 +85,35 @@ def split(samples: Samples, max_length: int, held_out: int) -> Split:
             by_source.setdefault(sample.source, []).append((rank, index))
     validation: list[int] = []
     queues = [sorted(found, reverse=True) for _, found in sorted(by_source.items())]
-    # At least four of five samples stay for training.
-    wanted = min(held_out, sum(usable) // 5)
-    while len(validation) < wanted and any(queues):
+    count = min(held_out, sum(usable) // 5)  # at least four of five stay for training
+    while len(validation) < count and any(queues):
         for queue in queues:
-            if queue and len(validation) < wanted:
+            if queue and len(validation) < count:
                 validation.append(queue.pop()[1])
-    hidden = {prompt_of[index] for index in validation}
-    hidden_texts = {text_of[index] for index in validation}
+    held_out_prompts = {prompt_of[index] for index in validation}
+    held_out_texts = {text_of[index] for index in validation}
     train = [
         index
         for index in range(len(samples))
-        if usable[index] and prompt_of[index] not in hidden and text_of[index] not in hidden_texts
+        if usable[index]
+        and prompt_of[index] not in held_out_prompts
+        and text_of[index] not in held_out_texts
     ]
     return Split(train, sorted(validation))
 
 
-# Which positions of a sequence become anchors in a step, and what their blocks must predict.
-#
-# Anchors are drawn anew at every step. The draw depends on nothing but the seed, the step and the
-# sample, so it is the same on any number of ranks and after any interruption.
-
-
 class Blocks(NamedTuple):
-    """Blocks on a batch of sequences; those with no supervised slot are there to fill the shape."""
+    """Blocks on a batch of sequences; blocks without a supervised slot are padding."""
 
-    anchors: Tensor  # [rows, blocks] positions, ascending; 0 where there is none
+    anchors: Tensor  # [rows, blocks] positions, ascending; 0 in padding
     labels: Tensor  # [rows, blocks, B-1] token ids at the slots' own positions
-    counted: Tensor  # [rows, blocks, B-1] which of them are supervised
+    counted: Tensor  # [rows, blocks, B-1] True for supervised slots
 
 
-def candidates(prompt_length: int, length: int) -> Tensor:
-    """Positions of a sequence that can be anchors: answered, and with an answer token after them.
+def possible_anchors(prompt_length: int, length: int) -> Tensor:
+    """Positions of the answer that are followed by another answer token.
 
-    At serving, the first anchor is the first token of the answer.
+    As in serving, the first anchor is the first token of the answer.
     """
     return torch.arange(prompt_length, max(prompt_length, length - 1))
 
@@ -120,8 +121,12 @@ def candidates(prompt_length: int, length: int) -> Tensor:
 def draw_anchors(
     prompt_length: int, length: int, count: int, seed: int, step: int, name: str
 ) -> Tensor:
-    """At most `count` anchors of one sequence without repetition, ascending."""
-    possible = candidates(prompt_length, length)
+    """At most `count` distinct anchors of one sequence, ascending.
+
+    The draw depends on the seed, the step and the sample's name alone, so it is the same on any
+    number of ranks and after an interruption.
+    """
+    possible = possible_anchors(prompt_length, length)
     generator = torch.Generator().manual_seed(_seed_of(seed, step, name))
     chosen = torch.randperm(len(possible), generator=generator)[:count]
     return possible[chosen.sort().values]
@@ -130,10 +135,10 @@ def draw_anchors(
 def make_blocks(
     anchors: list[Tensor], tokens: Tensor, supervised: Tensor, block_size: int, blocks: int
 ) -> Blocks:
-    """Pad each row's anchors to `blocks` and look up what their slots must predict.
+    """Pad each row's anchors to `blocks` and look up the labels of their slots.
 
-    `tokens` and `supervised` are [rows, length]. A slot counts while all slots before it do: past
-    the answer's end, or past a token that is no answer, nothing is known.
+    `tokens` and `supervised` are [rows, length]. A slot counts only if all slots before it do:
+    past the end of the answer, or past a token that is not part of it, nothing is known.
     """
     rows, length = tokens.shape
     padded = torch.zeros(rows, blocks, dtype=torch.int64)
@@ -154,24 +159,14 @@ def _seed_of(seed: int, step: int, name: str) -> int:
     return int.from_bytes(digest[:7])
 
 
-# Attention of many blocks on one row, without the keys of other blocks.
-#
-# With N blocks of B slots on a context of S tokens, the plain way scores every slot against S + N*B
-# keys and masks most of them. Here each slot is scored against the context and its own block: S + B
-# keys. The result is the same.
-#
-# Keys a slot may see are the context strictly before its anchor (at serving, the anchor has no
-# target
-# state yet) and the slots of its own block.
-
-
 def block_masks(
     layers: Sequence[LayerAttention], anchors: Tensor, block_size: int, length: int
 ) -> list[Tensor | None]:
     """One mask per layer, boolean [rows, 1, blocks * B, length + B]: context, then own block.
 
-    `anchors` is [rows, blocks]; `length` is that of the context, padding included: no anchor lies
-    in the padding, so no slot sees it.
+    A slot sees the context strictly before its anchor (in serving, the anchor has no target state
+    yet) and the slots of its own block. `anchors` is [rows, blocks]; `length` is that of the
+    context, padding included: no anchor lies in the padding, so no slot sees it.
     """
     by_kind = {layer: _mask(layer, anchors, block_size, length) for layer in set(layers)}
     return [by_kind[layer] for layer in layers]
@@ -180,13 +175,17 @@ def block_masks(
 def attend_in_blocks(
     queries: Tensor, context: KeyValue, own: KeyValue, mask: Tensor | None
 ) -> Tensor:
-    """Queries [rows, heads, blocks * B, head_dim] to the context and to their own blocks."""
+    """Attention of queries [rows, heads, blocks * B, head_dim] to context and own block.
+
+    With N blocks on a context of S tokens, attention over one row would score every slot against
+    S + N * B keys and mask most of them. This scores S + B keys per slot, with the same result.
+    """
     assert mask is not None
     rows, heads, count, width = queries.shape
     groups = own.keys.shape[1]
     length = context.keys.shape[2]
     block = mask.shape[-1] - length  # B
-    # Query heads that share a key head are rows of one matrix product.
+    # Query heads that share a key head become rows of one matrix product.
     grouped = (queries * width**-0.5).view(rows, groups, -1, width)
     to_context = grouped @ context.keys.transpose(2, 3)  # [rows, groups, n * queries, length]
     in_blocks = grouped.view(rows, groups, heads // groups, -1, block, width)
@@ -199,14 +198,14 @@ def attend_in_blocks(
         ],
         dim=-1,
     )
-    shares = torch.softmax(scores.float().masked_fill(~mask, -torch.inf), dim=-1)
-    shares = shares.to(queries.dtype)
-    for_context, for_own = torch.split(shares, [length, block], dim=-1)
-    for_context = for_context.reshape(rows, groups, -1, length)
-    for_own = for_own.reshape(rows, groups, heads // groups, -1, block, block)
+    weights = torch.softmax(scores.float().masked_fill(~mask, -torch.inf), dim=-1)
+    weights = weights.to(queries.dtype)
+    on_context, on_own = torch.split(weights, [length, block], dim=-1)
+    on_context = on_context.reshape(rows, groups, -1, length)
+    on_own = on_own.reshape(rows, groups, heads // groups, -1, block, block)
     own_values = own.values.view(rows, groups, 1, -1, block, width)
-    attended = (for_context @ context.values).view(rows, heads, count, width)
-    return attended + (for_own @ own_values).view(rows, heads, count, width)
+    attended = (on_context @ context.values).view(rows, heads, count, width)
+    return attended + (on_own @ own_values).view(rows, heads, count, width)
 
 
 def _mask(layer: LayerAttention, anchors: Tensor, block_size: int, length: int) -> Tensor:
@@ -226,16 +225,13 @@ def _mask(layer: LayerAttention, anchors: Tensor, block_size: int, length: int) 
     return both.flatten(1, 2)[:, None]
 
 
-# The drafter on many blocks at once: the same computation as at serving, many anchors a row.
-
-
 class BlockForward(nn.Module):
-    """A drafter and the frozen embedding it borrows; one module, so that it compiles as one."""
+    """A drafter with the target's frozen embedding, as one module that compiles as a whole."""
 
     def __init__(self, drafter: Drafter, embedding: Tensor) -> None:
         super().__init__()
         self.drafter = drafter
-        self._embedding = embedding  # [vocab, H], the target's own
+        self._embedding = embedding  # [vocab, H]
 
     def forward(self, states: Tensor, anchors: Tensor, anchor_tokens: Tensor) -> Tensor:
         """Hidden states of the slots after the anchors, [rows, blocks, B-1, H].
@@ -261,18 +257,18 @@ class BlockForward(nn.Module):
 
 
 class DraftedSlots(NamedTuple):
-    """The supervised blocks of a batch, flat."""
+    """The supervised blocks of a batch, flattened."""
 
     hidden: Tensor  # [blocks, B-1, H]
     labels: Tensor  # [blocks, B-1]
     counted: Tensor  # [blocks, B-1]
-    teacher: Tensor  # [blocks, B-1, H]: what the target's head read to choose each label
+    teacher: Tensor  # [blocks, B-1, H]: the target's final state from which it chose each label
 
 
 def drafted_slots(
     forward: Callable[..., Tensor], states: Tensor, final: Tensor, tokens: Tensor, blocks: Blocks
 ) -> DraftedSlots:
-    """Run the drafter and drop the blocks that only fill the shape."""
+    """Run the drafter and drop the padding blocks."""
     device = states.device
     anchors = blocks.anchors.to(device)
     anchor_tokens = tokens.gather(1, blocks.anchors).to(device)

@@ -18,7 +18,7 @@ from leadout.dflash.target import Observation, Target
 from leadout.evaluate.acceptance import TextAcceptance, accepted_drafts, along_decoding
 from leadout.evaluate.blocks import BlockForward, to_sequence
 from leadout.evaluate.hidden_states import ComputedStates, Indexed, StateSource, load_model
-from leadout.evaluate.target_weights import TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.shards import Sample
 
 Report = Callable[[], None]
@@ -35,7 +35,7 @@ def judge(
     """For each drafter, what it accepts of every request; `report` is called after each request."""
     precision = read_checkpoint(drafters[0]).tensors.dtype
     model = load_model(target, precision).to(device)
-    borrowed = borrow(TargetFiles(target), precision, device)
+    borrowed = load_target_weights(TargetFiles(target), precision, device)
     sources: dict[tuple[int, ...], StateSource] = {}
     judges = []
     for folder in drafters:

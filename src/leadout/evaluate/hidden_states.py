@@ -1,8 +1,8 @@
-"""Where the target's hidden states come from: one small interface, and two sources behind it.
+"""Hidden states of the target for given sequences: computed on request, or kept on disk.
 
-Computing them anew at every step costs a pass of the target each time; keeping them on disk costs
-(taps + 1) * hidden size * 2 bytes a token. A target too large for the training process can be put
-behind the same interface, for instance as servers that return states.
+Computing them costs one pass of the target each time; keeping them on disk costs
+(taps + 1) * hidden size * 2 bytes per token. `StateSource` is the interface for other sources,
+for instance servers that run a target too large for the training process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from leadout.dflash.target import Observation, Target
+from leadout.errors import LeadoutError
 from leadout.evaluate.blocks import TrainingSequence, batch
 
-KEPT = b"\x01"
-Indexed = tuple[int, TrainingSequence]  # a sequence and its number among the samples
+_WRITTEN = b"\x01"
+
+Indexed = tuple[int, TrainingSequence]  # the index of a sample, and its sequence
 
 
 def load_model(folder: Path, precision: torch.dtype) -> nn.Module:
-    """A target as transformers runs it, frozen."""
+    """A target in transformers, frozen."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=precision)
@@ -32,15 +34,19 @@ def load_model(folder: Path, precision: torch.dtype) -> nn.Module:
     return loaded
 
 
+class StatesFileError(LeadoutError):
+    """The file of hidden states is damaged."""
+
+
 class StateSource(Protocol):
-    """Gives what the target computed for some sequences, padded to the longest of them."""
+    """Returns the target's hidden states for sequences, padded to the longest of them."""
 
     def observe(self, sequences: Sequence[Indexed]) -> Observation:
         """States [rows, longest, taps * H] and final states [rows, longest, H]."""
 
 
 class ComputedStates:
-    """A pass of the target for every request; the target is loaded at the first."""
+    """One pass of the target per call; the target is loaded at the first."""
 
     def __init__(self, load: Callable[[], Target]) -> None:
         self._load = load
@@ -56,11 +62,12 @@ class ComputedStates:
         return self._loaded.observe(tokens.to(device), mask.to(device))
 
 
-class KeptStates:
-    """States in one file, written where they are missing and read from then on.
+class StatesOnDisk:
+    """A file of states that is filled on demand: missing samples are computed and written.
 
-    The file has a place for every token of every sample; a second file marks the samples that are
-    there. States are read, not mapped: what has been read does not stay in memory.
+    The file has a fixed place for every token of every sample; a second file (.marks) records
+    which samples are complete. States are read, not memory-mapped, so that resident memory does
+    not grow with the data.
     """
 
     def __init__(
@@ -73,13 +80,14 @@ class KeptStates:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
+        self._path = path
         self._source = source
         self._hidden_size = hidden_size
         self._width = (taps + 1) * hidden_size
         self._dtype = dtype
         self._token_bytes = self._width * dtype.itemsize
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        self._starts = array("q", starts[:-1].tolist())  # of each sample, in tokens
+        self._starts = array("q", starts[:-1].tolist())  # [samples], in tokens
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(self._file, int(starts[-1]) * self._token_bytes)  # sparse until written
@@ -87,16 +95,16 @@ class KeptStates:
         os.ftruncate(self._marks, len(lengths))
 
     def observe(self, sequences: Sequence[Indexed]) -> Observation:
-        missing = [item for item in sequences if not self._is_kept(item[0])]
+        missing = [item for item in sequences if not self._is_written(item[0])]
         if missing:
-            self._keep(missing)
+            self._write(missing)
         longest = max(len(sequence) for _, sequence in sequences)
         wide = torch.zeros(len(sequences), longest, self._width, dtype=self._dtype)
         for row, (index, sequence) in enumerate(sequences):
             self._read_into(wide[row, : len(sequence)], index)
         return Observation(wide[:, :, : -self._hidden_size], wide[:, :, -self._hidden_size :])
 
-    def _keep(self, items: Sequence[Indexed]) -> None:
+    def _write(self, items: Sequence[Indexed]) -> None:
         observed = self._source.observe(items)
         for row, (index, sequence) in enumerate(items):
             both = torch.cat([observed.states[row], observed.final[row]], dim=-1)
@@ -105,18 +113,21 @@ class KeptStates:
             while view:
                 count = os.pwrite(self._file, view, offset)
                 view, offset = view[count:], offset + count
-        for index, _ in items:  # last: what a kill cuts short is computed and written again
-            os.pwrite(self._marks, KEPT, index)
+        for index, _ in items:  # last, so that a killed write is computed again
+            os.pwrite(self._marks, _WRITTEN, index)
 
-    def _is_kept(self, index: int) -> bool:
-        return os.pread(self._marks, 1, index) == KEPT
+    def _is_written(self, index: int) -> bool:
+        return os.pread(self._marks, 1, index) == _WRITTEN
 
     def _read_into(self, place: Tensor, index: int) -> None:
         view, offset = _bytes_of(place), self._starts[index] * self._token_bytes
         while view:
             count = os.preadv(self._file, [view], offset)
             if count == 0:
-                raise OSError(f"the file of kept states ends before sample {index}; remove it")
+                raise StatesFileError(
+                    f"{self._path} ends before sample {index}. Delete it and its .marks file; the "
+                    "states are then computed again."
+                )
             view, offset = view[count:], offset + count
 
 

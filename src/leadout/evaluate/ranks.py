@@ -1,4 +1,4 @@
-"""Data parallelism: one process alone, or several started by torchrun."""
+"""Data parallelism: a single process, or several started by torchrun."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Ranks:
     device: torch.device
 
     @property
-    def leads(self) -> bool:
-        """Writes files and speaks to the user."""
+    def is_leader(self) -> bool:
+        """Rank 0, which writes files and reports to the user."""
         return self.rank == 0
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         if self.count > 1:
             distributed.barrier()
 
-    def agree(self, value: bool) -> bool:
-        """What the leading rank says, on every rank."""
+    def broadcast(self, value: bool) -> bool:
+        """The leader's value, on every rank."""
         if self.count == 1:
             return value
-        said = torch.tensor([int(value)], device=self.device)
-        distributed.broadcast(said, src=0)
-        return bool(said.item())
+        shared = torch.tensor([int(value)], device=self.device)
+        distributed.broadcast(shared, src=0)
+        return bool(shared.item())
 
-    def add(self, values: torch.Tensor) -> torch.Tensor:
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
         if self.count > 1:
             values = values.to(self.device)
@@ -44,7 +44,7 @@ class Ranks:
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Join the processes that torchrun started; without it, this process is the only one."""
+    """The process group of torchrun; without torchrun, this process alone."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,7 @@
-"""What a drafter borrows from its target, from the target's files without loading the model."""
+"""The target's embedding and output head, read from its files without loading the model.
+
+A drafter uses both but owns neither: they stay frozen and are never written into its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,21 @@ from leadout.errors import LeadoutError
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
-# What may stand before the names of a decoder's tensors.
+# Possible prefixes of a decoder's tensor names.
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
 
 
 class MissingTensorError(LeadoutError):
-    """The target's files lack something that a drafter borrows."""
+    """The target's files lack a tensor that a drafter needs."""
 
 
-class Borrowed(NamedTuple):
-    """Frozen, and never written into a drafter's checkpoint."""
-
+class TargetWeights(NamedTuple):
     embedding: Tensor  # [vocab, H]
     head: Tensor  # [vocab, H]
 
 
 class TargetFiles:
-    """The tensors of a target by the names they have inside its decoder."""
+    """The tensors of a target, by their names inside its decoder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,33 +50,32 @@ class TargetFiles:
                 return found
         return None
 
+    def require(self, name: str) -> Tensor:
+        found = self.find(name)
+        if found is None:
+            raise MissingTensorError(
+                f"{self.folder}: the tensor {name} is missing in the safetensors files, but the "
+                "drafter needs it. Check that the target is downloaded completely."
+            )
+        return found
 
-def borrow(target: TargetFiles, dtype: torch.dtype, device: torch.device) -> Borrowed:
-    """The embedding and the head, which are the same tensor where the target ties them.
 
-    Both start as NaN: whatever is not replaced by the target's own rows shows in the first loss.
-    """
+def load_target_weights(
+    target: TargetFiles, dtype: torch.dtype, device: torch.device
+) -> TargetWeights:
+    """The embedding and the head, which are the same tensor if the target ties them."""
     config = json.loads((target.folder / "config.json").read_text())
     tied = config.get(
         "tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings")
     )
-    rows = _require(target, EMBEDDING)
-    embedding = torch.full(rows.shape, torch.nan, dtype=dtype, device=device)
-    embedding.copy_(rows)
-    found = target.find(HEAD)
-    if found is None and tied is not False:
-        return Borrowed(embedding, embedding)
-    rows = _require(target, HEAD)
-    head = torch.full(rows.shape, torch.nan, dtype=dtype, device=device)
-    head.copy_(rows)
-    return Borrowed(embedding, head)
+    embedding = _copied(target.require(EMBEDDING), dtype, device)
+    if target.find(HEAD) is None and tied is not False:
+        return TargetWeights(embedding, embedding)
+    return TargetWeights(embedding, _copied(target.require(HEAD), dtype, device))
 
 
-def _require(target: TargetFiles, name: str) -> Tensor:
-    found = target.find(name)
-    if found is None:
-        raise MissingTensorError(
-            f"{target.folder}: found no tensor {name} in its safetensors files, wanted it: the "
-            "drafter borrows it; check that the target's download is complete"
-        )
-    return found
+def _copied(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # NaN first: rows that are not overwritten show up in the very first loss.
+    weights = torch.full(rows.shape, torch.nan, dtype=dtype, device=device)
+    weights.copy_(rows)
+    return weights

@@ -24,9 +24,9 @@ from leadout.learn.promote import promote, reject
 from leadout.learn.report import Adaptation, CurvePoint, LearnResult
 from leadout.models import last_part
 from leadout.train.export import SETTINGS, write_best
-from leadout.train.loop import RunNumbers
 from leadout.train.progress import TrainProgress, curves_of, read_log
 from leadout.train.run import Run
+from leadout.train.run_state import RunStatus
 
 RECORD = "learned.json"
 
@@ -46,15 +46,15 @@ def learn(
     subject, work = subject_of(request), Work(request.work)
     with ExitStack() as held:
         with joined_ranks() as ranks:
-            if ranks.leads:
+            if ranks.is_leader:
                 held.enter_context(work.locked())
-            with bars() if ranks.leads else silence() as progress:
+            with bars() if ranks.is_leader else silence() as progress:
                 cycle = prepare(subject, work, ranks, progress)
             run = make_run(subject, work, cycle.training, work.folder, ranks)
             at_first = run.validate()
-            with TrainProgress(run.steps, ranks.leads) as bar:
+            with TrainProgress(run.steps, ranks.is_leader) as bar:
                 numbers = run.train(bar)
-            if not ranks.leads:
+            if not ranks.is_leader:
                 return None
         adaptation = _write_candidate(subject, work, run, numbers, at_first)
         del run  # the engine wants its memory
@@ -103,7 +103,7 @@ def _decide(
 
 
 def _write_candidate(
-    subject: Subject, work: Work, run: Run, numbers: RunNumbers, at_first: Validation
+    subject: Subject, work: Work, run: Run, numbers: RunStatus, at_first: Validation
 ) -> Adaptation:
     """The best weights in the format of the drafter that they came from, and how they were made."""
     parent = subject.drafter
@@ -124,9 +124,7 @@ def _write_candidate(
     return record
 
 
-def _adaptation(
-    subject: Subject, run: Run, numbers: RunNumbers, at_first: Validation
-) -> Adaptation:
+def _adaptation(subject: Subject, run: Run, numbers: RunStatus, at_first: Validation) -> Adaptation:
     corpus = run.corpus
     trained = [corpus.samples.path_of(index).name for index in set(corpus.split.train)]
     return Adaptation(

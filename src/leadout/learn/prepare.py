@@ -39,7 +39,7 @@ from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS
 from leadout.train.loop import total_steps
 from leadout.train.plan import Timing, time_steps
-from leadout.train.run import STATES, WORK, Corpus, Run, resolve
+from leadout.train.run import STATES, WORK, Corpus, Run, complete_settings
 
 CYCLE = "cycle.json"
 LOCK = "lock"
@@ -186,14 +186,14 @@ def steps_for_tokens(tokens: int, settings: TrainConfig, corpus: Corpus) -> int:
 
 
 def validations_within(seconds: float, timing: Timing, corpus: Corpus) -> int:
-    each = len(corpus.split.validation) * timing.seconds_per_judged
+    each = len(corpus.split.validation) * timing.seconds_per_validated
     return max(1, min(VALIDATIONS, int(VALIDATION_SHARE * seconds / each) - 1))
 
 
 def steps_within(seconds: float, timing: Timing, settings: TrainConfig, corpus: Corpus) -> int:
     """As many as fit, with the target's states and the validations that belong to them."""
     validations = 1 + validations_within(seconds, timing, corpus)
-    seconds -= validations * len(corpus.split.validation) * timing.seconds_per_judged
+    seconds -= validations * len(corpus.split.validation) * timing.seconds_per_validated
     train = corpus.split.train
     of_states = timing.seconds_per_token * sum(corpus.lengths[i] for i in set(train))
     per_pass = timing.seconds_per_step * len(train) / settings.batch_sequences
@@ -261,18 +261,18 @@ def prepare(subject: Subject, work: Work, ranks: Ranks, progress: Progress) -> C
     """How this cycle trains: as it did before it was cut off, or chosen now and written down."""
     before = work.cut_off()
     goes_on = before is not None and before.is_same_cycle(subject.cycle(before.training))
-    if ranks.agree(goes_on):
+    if ranks.broadcast(goes_on):
         assert before is not None
         return before
     max_length = 0
-    if ranks.leads:
+    if ranks.is_leader:
         work.begin()
         max_length = _write_text(subject, work)
     max_length = _told(ranks, max_length)
     training = settings_for(subject.drafter, subject.request.config, max_length, subject.version)
     training = _within_budget(subject, work, training, ranks, progress)
     cycle = subject.cycle(training)
-    if ranks.leads:
+    if ranks.is_leader:
         work.write(cycle)
     return cycle
 
@@ -282,7 +282,7 @@ def make_run(subject: Subject, work: Work, training: TrainConfig, out: Path, ran
     vocab_size = read_target(subject.target).vocab_size
     share = subject.request.config.replay_share
     corpus = read_training(work.mix, training.max_length, share, vocab_size)
-    settings = resolve(training, subject.target, corpus, vocab_size)
+    settings = complete_settings(training, subject.target, corpus, vocab_size)
     return Run(subject.target, corpus, settings, out, ranks, subject.drafter.config)
 
 
@@ -308,7 +308,7 @@ def _within_budget(
 ) -> TrainConfig:
     """The settings with as many steps as minutes or tokens allow."""
     config = subject.request.config
-    with tempfile.TemporaryDirectory(dir=work.run if ranks.leads else None) as scratch:
+    with tempfile.TemporaryDirectory(dir=work.run if ranks.is_leader else None) as scratch:
         run = make_run(subject, work, training, Path(scratch), ranks)
         settings, corpus = run.config, run.corpus
         if config.tokens is not None:
@@ -320,10 +320,10 @@ def _within_budget(
             steps = steps_within(seconds, timing, settings, corpus)
             validations = validations_within(seconds, timing, corpus)
             done()
-    steps, validations = (_told(ranks, n if ranks.leads else 0) for n in (steps, validations))
+    steps, validations = (_told(ranks, n if ranks.is_leader else 0) for n in (steps, validations))
     return with_steps(settings, corpus, steps, validations)
 
 
 def _told(ranks: Ranks, number: int) -> int:
     """The leading rank's number, on every rank; the others give 0."""
-    return int(ranks.add(torch.tensor([number])).item())
+    return int(ranks.sum(torch.tensor([number])).item())

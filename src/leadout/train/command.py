@@ -11,15 +11,13 @@ import torch
 
 from leadout.checkpoints import Format
 from leadout.data.manifest import DataFolder
-from leadout.errors import LeadoutError
 from leadout.evaluate.ranks import Ranks, joined_ranks
 from leadout.files import replacing
 from leadout.models import local_folder
 from leadout.pairing import read_target
 from leadout.settings import SettingsError
-from leadout.train.config import TrainConfig
+from leadout.train.config import TrainConfig, TrainError
 from leadout.train.export import write_best, write_companions
-from leadout.train.loop import RunNumbers
 from leadout.train.plan import Plan, make_plan
 from leadout.train.progress import (
     Listener,
@@ -32,7 +30,8 @@ from leadout.train.progress import (
     require_tensorboard,
     say,
 )
-from leadout.train.run import WORK, Corpus, Run, UnfitDataError, read_corpus, resolve
+from leadout.train.run import WORK, Corpus, Run, complete_settings, read_corpus
+from leadout.train.run_state import RunStatus
 from leadout.train.served import ServedAcceptance, compare_with_served, require_agreement
 
 RESOLVED = "training.yaml"
@@ -40,14 +39,6 @@ DRAFTER = "drafter"
 DATA_HASH = "data-hash"
 SERVED_PROMPTS = 24
 SERVED_TOKENS = 128
-
-
-class RunExistsError(LeadoutError):
-    """The output folder holds a run already."""
-
-
-class NothingToResumeError(LeadoutError):
-    """--resume without a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +61,21 @@ def carry_out(command: Command) -> TrainReport | Plan | None:
     data = DataFolder(command.data)
     vocab_size = read_target(target).vocab_size
     corpus = read_corpus(data, target, command.config, vocab_size)
-    config = resolve(command.config, target, corpus, vocab_size)
+    config = complete_settings(command.config, target, corpus, vocab_size)
     with joined_ranks() as ranks:
         if command.plan:
-            if ranks.leads:
+            if ranks.is_leader:
                 say("timing a few steps of the real run, a minute or so")
             with tempfile.TemporaryDirectory() as scratch:
                 plan = make_plan(Run(target, corpus, config, Path(scratch), ranks), data)
-            return plan if ranks.leads else None
+            return plan if ranks.is_leader else None
         run = _prepare(command, target, corpus, config, ranks)
-        with TrainProgress(run.steps, ranks.leads) as progress:
-            curves = TensorBoard(run.folder) if command.tensorboard and ranks.leads else None
+        with TrainProgress(run.steps, ranks.is_leader) as progress:
+            curves = TensorBoard(run.folder) if command.tensorboard and ranks.is_leader else None
             numbers = run.train(lambda record: _tell([progress, curves], record))
         if curves is not None:
             curves.close()
-        if not ranks.leads:
+        if not ranks.is_leader:
             return None
     return _finish(command, run, data, numbers)
 
@@ -101,9 +92,9 @@ def _prepare(
     """The run in its folder, which every rank has found fit before the first writes into it."""
     _require_place(command, config)
     _require_same_data(command, corpus)
-    ranks.wait()
+    ranks.barrier()
     run = Run(target, corpus, config, command.out, ranks)
-    if ranks.leads:
+    if ranks.is_leader:
         run.folder.mkdir(parents=True, exist_ok=True)
         with replacing(run.folder / DATA_HASH) as temporary:
             temporary.write_text(corpus.content_hash)
@@ -115,7 +106,7 @@ def _require_same_data(command: Command, corpus: Corpus) -> None:
     """Kept states and the order of samples belong to one set of samples."""
     path = command.out / WORK / DATA_HASH
     if command.resume and path.exists() and path.read_text() != corpus.content_hash:
-        raise UnfitDataError(
+        raise TrainError(
             f"--data {command.data}: found other samples (hash {corpus.content_hash[:12]}) than "
             f"the run in {command.out} began with ({path.read_text()[:12]}), wanted the same; "
             "give that data, or start another run"
@@ -127,13 +118,13 @@ def _require_place(command: Command, config: TrainConfig) -> None:
     resolved = command.out / RESOLVED
     if not command.resume:
         if resolved.exists():
-            raise RunExistsError(
+            raise TrainError(
                 f"--out {command.out}: found a run in it, wanted a new folder; give --resume to "
                 "continue it, or another folder"
             )
         return
     if not resolved.exists():
-        raise NothingToResumeError(
+        raise TrainError(
             f"--out {command.out}: found no {RESOLVED}, wanted a run to continue; leave --resume "
             "out to start one"
         )
@@ -151,7 +142,7 @@ def _require_place(command: Command, config: TrainConfig) -> None:
 _MAY_CHANGE = frozenset({"save_every", "validate_every", "micro_tokens", "compile", "patience"})
 
 
-def _finish(command: Command, run: Run, data: DataFolder, numbers: RunNumbers) -> TrainReport:
+def _finish(command: Command, run: Run, data: DataFolder, numbers: RunStatus) -> TrainReport:
     """Export the best weights, prove them in the engine, and write what belongs to a drafter."""
     folder = write_best(run, command.out / DRAFTER, command.format, command.target)
     say(f"wrote {folder}; now vLLM serves it on held-out prompts, a minute or two")

@@ -16,15 +16,11 @@ from torch import Tensor
 
 from leadout.checkpoints import Checkpoint, load_weights, read_checkpoint, write_checkpoint
 from leadout.checkpoints.tensors import DRAFT_TO_TARGET
-from leadout.errors import LeadoutError
-from leadout.evaluate.target_weights import HEAD, TargetFiles, borrow
+from leadout.evaluate.target_weights import HEAD, TargetFiles, load_target_weights
+from leadout.train.config import TrainError
 
 
-class UnfitVocabularyError(LeadoutError):
-    """The drafter or the data does not allow a draft vocabulary of this size."""
-
-
-def narrow(
+def reduce_draft_vocab(
     source: Path, destination: Path, target: Path, answers: Iterable[Sequence[int]], size: int
 ) -> tuple[Checkpoint, float]:
     """Write `source` with a head of `size` rows; returns it and the share of answers it covers.
@@ -34,20 +30,22 @@ def narrow(
     checkpoint = read_checkpoint(source)
     config = checkpoint.config
     if config.own_head:
-        raise UnfitVocabularyError(
+        raise TrainError(
             f"{source}: found a drafter with a head of its own ({config.head_rows} rows), wanted "
             "one that borrows the target's; narrow the drafter that it was made from"
         )
     counts = token_counts(answers, config.vocab_size)
     seen = int((counts > 0).sum())
     if not 0 < size < config.vocab_size or size > seen:
-        raise UnfitVocabularyError(
+        raise TrainError(
             f"--draft-vocab: found {size}, wanted 1 to {min(seen, config.vocab_size - 1)}: the "
             f"answers use {seen} of {config.vocab_size} tokens; give more of them, or draft fewer"
         )
     rows = counts.topk(size).indices.sort().values  # [size], target ids
     weights = load_weights(checkpoint)
-    head = borrow(TargetFiles(target), weights["fc.weight"].dtype, torch.device("cpu")).head
+    head = load_target_weights(
+        TargetFiles(target), weights["fc.weight"].dtype, torch.device("cpu")
+    ).head
     weights[HEAD] = head[rows].contiguous()
     weights[DRAFT_TO_TARGET] = rows - torch.arange(size)
     write_checkpoint(

@@ -12,9 +12,9 @@ from leadout.checkpoints import Format, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.files import replacing
 from leadout.models import hub_name, last_part
-from leadout.train.loop import load_best
 from leadout.train.progress import Curves, Record, TrainReport, curves_of
 from leadout.train.run import Run
+from leadout.train.run_state import load_best
 
 CARD = "README.md"
 SETTINGS = "training.yaml"

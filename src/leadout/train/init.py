@@ -1,4 +1,4 @@
-"""A new drafter for a target: its shape, its wiring and its first weights."""
+"""A new drafter for a target: its shape, its mask token and its initial weights."""
 
 from __future__ import annotations
 
@@ -14,27 +14,39 @@ from leadout.checkpoints.checkpoint import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import UnsupportedTargetError
-from leadout.errors import LeadoutError
 from leadout.pairing import read_target
+from leadout.train.config import TrainError
 
-# A new drafter's guesses are random directions: at full length its first loss would be several
-# times that of a uniform guess.
-FIRST_NORM = 0.25
+# At a norm of 1, a new drafter's random outputs would give an initial loss several times that of
+# a uniform guess.
+INITIAL_NORM = 0.25
 DEFAULT_TAPS = 5
 MIN_SPREAD_LAYERS = 5
-MOE_WIDTH = 3  # a mixture's experts are too narrow for a dense MLP: so many times the hidden size
+# The experts of a mixture are too small to size a dense MLP by: its width in hidden sizes.
+MOE_WIDTH = 3
+SMALL_TARGET_PARAMETERS = 1e9
+SMALL_TARGET_LAYERS = 2
+LAYERS = 5
 
 
-class UnfitStartError(LeadoutError):
-    """The drafter to go on from has another shape than the one to train."""
+def default_layers(model_config: Any) -> int:
+    """Draft layers for a target: fewer for a small one, whose own step takes little time."""
+    small = count_parameters(model_config) < SMALL_TARGET_PARAMETERS
+    return SMALL_TARGET_LAYERS if small else LAYERS
 
 
-class NoMaskTokenError(LeadoutError):
-    """No token of the target can stand for a slot that is still empty."""
+def count_parameters(model_config: Any) -> int:
+    """The parameters of a model before quantization, without allocating them."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # transformers does not annotate from_config
+    with torch.device("meta"):
+        model: nn.Module = auto.from_config(model_config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def spread_layer_ids(target_layers: int, taps: int = DEFAULT_TAPS) -> tuple[int, ...]:
-    """Taps from the second layer to the third from last, evenly spread; fewer if it is shallow."""
+    """Evenly spaced layers from the second to the third from last; fewer in a shallow target."""
     if target_layers < MIN_SPREAD_LAYERS:
         return tuple(range(target_layers))[-taps:]
     if taps == 1:
@@ -45,23 +57,23 @@ def spread_layer_ids(target_layers: int, taps: int = DEFAULT_TAPS) -> tuple[int,
 def choose_mask_token(
     vocab_size: int,
     tokenizer_size: int,
-    specials: Iterable[int],
-    ends: Iterable[int],
+    special_tokens: Iterable[int],
+    end_tokens: Iterable[int],
     used: set[int],
 ) -> int:
-    """A row of the target's embedding that means nothing in the data.
+    """A row of the target's embedding that has no meaning in the data.
 
-    Best is one beyond the tokenizer; else a special token that neither ends a text nor occurs.
+    Preferably one beyond the tokenizer; else a special token that neither ends a text nor occurs.
     """
     if tokenizer_size < vocab_size:
         return tokenizer_size
-    free = sorted(set(specials) - set(ends) - used)
+    free = sorted(set(special_tokens) - set(end_tokens) - used)
     if free:
         return free[0]
-    raise NoMaskTokenError(
-        f"--mask-token-id: found none by itself: all {vocab_size} rows of the embedding belong to "
-        "the tokenizer and every special token is in use; wanted a token id that your traffic "
-        "never contains: give one"
+    raise TrainError(
+        f"No mask token could be chosen automatically: all {vocab_size} rows of the embedding "
+        "belong to the tokenizer, and every special token is in use. Set --mask-token-id to a "
+        "token id that your traffic never contains."
     )
 
 
@@ -79,8 +91,8 @@ def new_config(
     text = model_config.get_text_config()
     if facts.rope is None:
         raise UnsupportedTargetError(
-            f"{target}: found no rotary embedding that a drafter could share, wanted one; this "
-            "architecture cannot be a target yet"
+            f"{target}: this architecture is not supported as a target: it has no rotary "
+            "position embedding that a drafter could share."
         )
     heads = text.num_attention_heads
     is_mixture = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
@@ -109,29 +121,29 @@ def new_drafter(config: DrafterConfig, seed: int) -> Drafter:
         torch.manual_seed(seed)
         drafter = Drafter(config)
         nn.init.normal_(drafter.fc.weight, std=drafter.fc.in_features**-0.5)
-        nn.init.constant_(drafter.norm.weight, FIRST_NORM)
+        nn.init.constant_(drafter.norm.weight, INITIAL_NORM)
     return drafter
 
 
-def first_drafter(config: DrafterConfig, initial: str, seed: int) -> Drafter:
-    """A drafter with the first weights that `initial` asks for."""
+def initial_drafter(config: DrafterConfig, initial: str, seed: int) -> Drafter:
+    """A drafter with random weights, or with those of the drafter in the folder `initial`."""
     drafter = new_drafter(config, seed)
     if initial != "random":
-        go_on_from(drafter, Path(initial))
+        load_initial_weights(drafter, Path(initial))
     return drafter
 
 
-def go_on_from(drafter: Drafter, folder: Path) -> None:
-    """Take over a trained drafter's weights; only its block size may be another."""
+def load_initial_weights(drafter: Drafter, folder: Path) -> None:
+    """Copy a trained drafter's weights; only its block size may differ."""
     checkpoint = read_checkpoint(folder)
-    wanted = drafter.config
-    for field in dataclasses.fields(wanted):
-        found = getattr(checkpoint.config, field.name)
-        if field.name != "block_size" and found != getattr(wanted, field.name):
-            raise UnfitStartError(
-                f"--initial {folder}: found {field.name} {found}, wanted "
-                f"{getattr(wanted, field.name)}; train with the settings of that drafter (its "
-                "block size may change), or start anew with `random`"
+    for field in dataclasses.fields(drafter.config):
+        trained = getattr(checkpoint.config, field.name)
+        expected = getattr(drafter.config, field.name)
+        if field.name != "block_size" and trained != expected:
+            raise TrainError(
+                f"--initial {folder}: this drafter has {field.name} {trained}, but the settings "
+                f"ask for {expected}. Use the settings of that drafter (only the block size may "
+                "differ), or start with --initial random."
             )
     weights = load_weights(checkpoint)
     with torch.no_grad():

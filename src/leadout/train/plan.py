@@ -12,7 +12,8 @@ from itertools import pairwise
 from pydantic import BaseModel, ConfigDict
 
 from leadout.data.manifest import DataFolder
-from leadout.train.loop import make_optimizers, sequences_of_step
+from leadout.train.loop import sequences_of_step
+from leadout.train.optimizer import make_optimizers
 from leadout.train.run import Run
 
 TIMED_STEPS = 2
@@ -73,18 +74,18 @@ class Timing:
 
     seconds_per_step: float
     seconds_per_token: float  # of the target's states
-    seconds_per_judged: float  # one held-out sequence
+    seconds_per_validated: float  # one held-out sequence
 
 
 def time_steps(run: Run) -> Timing:
     """Time some steps of a run that is thrown away after them."""
     config, ranks = run.config, run.ranks.count
     held_out = run.corpus.split.validation
-    run.judge(held_out[:1])  # loads the target
+    run.evaluate(held_out[:1])  # loads the target
     batch = [run.fetch(i) for i in sequences_of_step(run.corpus.split.train, 0, config)]
     tokens = sum(len(sequence) for _, sequence in batch)
     for_states = _seconds_of(lambda: [run.source.observe([item]) for item in batch])
-    judging = _seconds_of(lambda: run.judge(held_out[:1]))
+    judging = _seconds_of(lambda: run.evaluate(held_out[:1]))
     optimizers = make_optimizers(run.weights.masters, config)
 
     def step() -> None:
@@ -100,7 +101,7 @@ def time_steps(run: Run) -> Timing:
 def make_plan(run: Run, data: DataFolder) -> Plan:
     config, steps = run.config, run.steps
     timing = time_steps(run)
-    judging = timing.seconds_per_judged * len(run.corpus.split.validation)
+    judging = timing.seconds_per_validated * len(run.corpus.split.validation)
     validations = math.ceil(steps / config.validate_every)
     on_disk = config.states == "disk"
     all_tokens = sum(run.corpus.lengths)

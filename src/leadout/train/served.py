@@ -19,7 +19,7 @@ from leadout.errors import NEGATIVE, LeadoutError
 from leadout.evaluate.acceptance import accepted_drafts, along_decoding, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates, load_model
-from leadout.evaluate.target_weights import TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 
 LARGEST_DIFFERENCE = 0.05
 
@@ -73,7 +73,7 @@ def compare_with_served(
         TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
         for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))
     ]
-    borrowed = borrow(TargetFiles(target), precision, torch.device("cpu"))
+    borrowed = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
     drafts = accepted_drafts(
         BlockForward(model, borrowed.embedding),
         borrowed,

@@ -36,7 +36,7 @@ from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.dflash.target import Target
 from leadout.evaluate.acceptance import Gain
 from leadout.evaluate.blocks import BlockForward
-from leadout.evaluate.target_weights import TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.pairing import read_target
 from leadout.stats import Interval
 from support.drafters import TINY_DRAFTER, random_drafter
@@ -75,7 +75,7 @@ def weights() -> dict[str, Tensor]:
 def own_text(model: nn.Module, target: Path, weights: Weights, seed: int, blocks: int) -> Text:
     """A prompt, and blocks that the drafter guesses after random anchors."""
     drafter = drafter_of(TRAINED, weights)
-    borrowed = borrow(TargetFiles(target), torch.float32, torch.device("cpu"))
+    borrowed = load_target_weights(TargetFiles(target), torch.float32, torch.device("cpu"))
     forward = BlockForward(drafter, borrowed.embedding)
     tapped = Target(model, TRAINED.target_layer_ids)
     generator = torch.Generator().manual_seed(seed)

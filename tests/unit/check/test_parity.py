@@ -35,7 +35,7 @@ from leadout.engine.draft_recorder import (
     write_texts,
 )
 from leadout.evaluate.hidden_states import load_model
-from leadout.evaluate.target_weights import TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import tiny_llama
 
@@ -71,7 +71,7 @@ def engine_like(
     tokens = torch.arange(7, 7 + 3 * LENGTH, 3)
     states = Target(model, served.config.target_layer_ids).states(tokens[None])[0]
     reference = Reference(
-        served, borrow(TargetFiles(target), precision, torch.device("cpu")), states
+        served, load_target_weights(TargetFiles(target), precision, torch.device("cpu")), states
     )
     positions = torch.arange(ANCHORS[-1])
     context = reference.context(positions)

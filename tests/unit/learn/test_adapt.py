@@ -23,7 +23,7 @@ from leadout.learn.prepare import (
 from leadout.settings import SettingsError
 from leadout.shards import Samples, ShardWriter
 from leadout.train.config import TrainConfig
-from leadout.train.draft_vocab import narrow
+from leadout.train.draft_vocab import reduce_draft_vocab
 from leadout.train.loop import total_steps
 from leadout.train.plan import Timing
 from leadout.train.run import Corpus
@@ -32,7 +32,7 @@ from support.models import TINY_VOCAB
 
 SETTINGS = TrainConfig(batch_sequences=10, states="disk", max_length=64)
 # A pass over 100 sequences: 10 steps of a second, and 50 seconds for states; a validation: 0.1.
-TIMING = Timing(seconds_per_step=1.0, seconds_per_token=0.5 / 40, seconds_per_judged=0.01)
+TIMING = Timing(seconds_per_step=1.0, seconds_per_token=0.5 / 40, seconds_per_validated=0.01)
 ALL_VALIDATIONS = (1 + VALIDATIONS) * 0.1
 
 
@@ -65,7 +65,7 @@ def test_states_that_steps_compute_are_in_their_time(corpus: Corpus) -> None:
 
 
 def test_validations_never_take_most_of_the_time(corpus: Corpus) -> None:
-    slow = replace(TIMING, seconds_per_judged=1.0)  # 10 seconds each
+    slow = replace(TIMING, seconds_per_validated=1.0)  # 10 seconds each
     assert validations_within(1000, TIMING, corpus) == VALIDATIONS
     assert validations_within(400, slow, corpus) == 3  # and one before: a tenth of the time
     assert validations_within(50, slow, corpus) == 1
@@ -98,7 +98,7 @@ def test_it_goes_on_with_the_drafters_own_shape_and_settings(world: World) -> No
 
 def test_a_drafter_with_a_reduced_vocabulary_is_refused(world: World, tmp_path: Path) -> None:
     answers = [sample.response for sample in world.data.samples()]
-    narrowed, _ = narrow(world.drafter, tmp_path / "narrow", world.target, answers, 30)
+    narrowed, _ = reduce_draft_vocab(world.drafter, tmp_path / "narrow", world.target, answers, 30)
     with pytest.raises(LearnError, match=r"its own head \(30 rows\).*--draft-vocab"):
         require_learnable(narrowed)
     require_learnable(read_checkpoint(world.drafter))

@@ -1,4 +1,4 @@
-"""A run goes on where it was cut off, keeps its best weights, and stops when nothing is gained."""
+"""Exact resume after a kill, best weights, early stopping, and gradients in passes of any size."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import KilledError, MakeRun, small_config
+from torch import Tensor
 
 from leadout.evaluate.acceptance import Acceptance, Validation
+from leadout.evaluate.hidden_states import Indexed
 from leadout.train.config import TrainConfig
 from leadout.train.loop import (
-    BEST,
-    STATE,
-    learning_rate_at,
-    load_best,
-    save_best,
+    StepResult,
+    TrainingInterrupted,
+    passes,
     sequences_of_step,
     total_steps,
 )
+from leadout.train.optimizer import learning_rate_at
 from leadout.train.progress import LOG, Record, StepRecord, ValidationRecord, read_log
 from leadout.train.run import Run
+from leadout.train.run_state import BEST, STATE, load_best, save_best
+from support.models import TINY_VOCAB
+from support.small_runs import KilledError, MakeRun, small_config
 
 STEPS = 7  # of a small run
 
@@ -44,7 +47,7 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [("muon", "disk"), ("adamw", "compute")])
-def test_a_resumed_run_ends_like_an_undisturbed_one(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     make_run: MakeRun, optimizer: str, states: str
 ) -> None:
     settings = {"optimizer": optimizer, "states": states}
@@ -75,7 +78,7 @@ def test_a_resumed_run_ends_like_an_undisturbed_one(
         assert resumed.learning_rate == undisturbed.learning_rate
 
 
-def test_rounded_weights_go_on_from_their_float32_masters(make_run: MakeRun) -> None:
+def test_bfloat16_runs_resume_from_float32_master_weights(make_run: MakeRun) -> None:
     settings = {"precision": "bfloat16", "epochs": 0.4, "validate_every": 99}
     whole = make_run("whole", **settings)
     whole.train(silent)
@@ -91,6 +94,40 @@ def test_rounded_weights_go_on_from_their_float32_masters(make_run: MakeRun) -> 
     assert any(not torch.equal(w, w.bfloat16().float()) for w in weights_of(whole).values())
 
 
+@pytest.mark.parametrize("place", ["before the update", "after the update"])
+def test_an_interrupted_run_saves_its_last_complete_step_and_resumes_exactly(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    whole = make_run("whole")
+    whole.train(silent)
+    stopped = make_run("stopped", save_every=100)
+
+    def interrupts(record: Record) -> None:
+        if place == "after the update" and record.step == 4:
+            raise KeyboardInterrupt
+
+    fetch = stopped.fetch
+    in_fifth_step = sequences_of_step(stopped.corpus.split.train, 4, stopped.config)[2]
+
+    def interrupted_fetch(index: int) -> Indexed:
+        if index == in_fifth_step and any(r.step == 4 for r in read_log(stopped.folder)):
+            raise KeyboardInterrupt
+        return fetch(index)
+
+    monkeypatch.setattr(stopped, "fetch", interrupted_fetch)
+    with pytest.raises(TrainingInterrupted) as caught:
+        stopped.train(interrupts)
+    # A step is complete only once it is logged and, where due, validated.
+    assert caught.value.saved_step == (4 if place == "before the update" else 0)
+    assert caught.value.steps == STEPS
+    resumed = make_run("stopped", save_every=100)
+    resumed.train(silent)
+    for name, weight in weights_of(whole).items():
+        torch.testing.assert_close(resumed.weights.named()[name], weight, atol=1e-6, rtol=1e-5)
+    logs = [[(r.kind, r.step) for r in read_log(run.folder)] for run in (whole, resumed)]
+    assert logs[0] == logs[1]
+
+
 def test_a_finished_run_is_not_trained_further(make_run: MakeRun) -> None:
     first = make_run()
     numbers = first.train(silent)
@@ -100,7 +137,7 @@ def test_a_finished_run_is_not_trained_further(make_run: MakeRun) -> None:
     assert (first.folder / STATE).read_bytes() == before
 
 
-def test_a_torn_log_line_and_torn_checkpoints_are_cleared_away(make_run: MakeRun) -> None:
+def test_partial_log_lines_and_checkpoints_are_removed(make_run: MakeRun) -> None:
     with pytest.raises(KilledError):
         make_run().train(dies_at(3))
     run = make_run()
@@ -113,7 +150,7 @@ def test_a_torn_log_line_and_torn_checkpoints_are_cleared_away(make_run: MakeRun
     assert not torn.exists()
 
 
-def judged(values: list[float]) -> Callable[[], Validation]:
+def validations(values: list[float]) -> Callable[[], Validation]:
     left = iter(values)
 
     def validate() -> Validation:
@@ -125,11 +162,11 @@ def judged(values: list[float]) -> Callable[[], Validation]:
     return validate
 
 
-def test_the_best_weights_are_those_of_the_longest_acceptance(
+def test_the_best_weights_are_those_with_the_highest_acceptance(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(validate_every=1)
-    monkeypatch.setattr(run, "validate", judged([1.1, 1.5, 1.3, 1.5, 1.2, 1.4, 1.0]))
+    monkeypatch.setattr(run, "validate", validations([1.1, 1.5, 1.3, 1.5, 1.2, 1.4, 1.0]))
     seen: dict[int, torch.Tensor] = {}
 
     def listen(record: Record) -> None:
@@ -142,17 +179,17 @@ def test_the_best_weights_are_those_of_the_longest_acceptance(
     assert torch.equal(load_file(run.folder / STATE)["weights.fc.weight"], seen[7])
 
 
-def test_it_stops_after_so_many_validations_without_gain(
+def test_training_stops_when_patience_runs_out(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(validate_every=1, patience=2)
-    monkeypatch.setattr(run, "validate", judged([1.1, 1.0, 1.3, 1.2, 1.3, 9.9]))
+    monkeypatch.setattr(run, "validate", validations([1.1, 1.0, 1.3, 1.2, 1.3, 9.9]))
     numbers = run.train(silent)
     assert (numbers.step, numbers.best_step, numbers.finished) == (5, 3, True)
     assert make_run(validate_every=1, patience=2).train(dies_at(6)) == numbers
 
 
-def test_a_kill_while_saving_leaves_the_last_checkpoint(
+def test_a_kill_while_saving_keeps_the_last_checkpoint(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
@@ -162,7 +199,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(
     def dies(*_: object, **__: object) -> None:
         raise KilledError
 
-    monkeypatch.setattr("leadout.train.loop.save_file", dies)
+    monkeypatch.setattr("leadout.train.run_state.save_file", dies)
     with pytest.raises(KilledError):
         save_best(run.folder, run.weights)
     assert (run.folder / BEST).read_bytes() == before
@@ -172,13 +209,13 @@ def test_the_log_is_json_lines(make_run: MakeRun) -> None:
     run = make_run()
     run.train(silent)
     records = list(read_log(run.folder))
-    validations = [r for r in records if isinstance(r, ValidationRecord)]
-    assert [r.step for r in validations] == [3, 6, 7]  # every third, and at the end
+    found = [r for r in records if isinstance(r, ValidationRecord)]
+    assert [r.step for r in found] == [3, 6, 7]  # every third, and at the end
     assert all(r.loss > 0 and r.gradient_norm > 0 for r in records if isinstance(r, StepRecord))
     assert [r.seconds for r in records] == sorted(r.seconds for r in records)
 
 
-def test_every_pass_takes_every_sample_once_in_a_new_order() -> None:
+def test_every_epoch_takes_every_sample_once_in_a_new_order() -> None:
     train = list(range(100, 123))
     config = small_config(batch_sequences=5)
     stream = [i for step in range(14) for i in sequences_of_step(train, step, config)]
@@ -191,7 +228,7 @@ def test_every_pass_takes_every_sample_once_in_a_new_order() -> None:
     assert total_steps(23, small_config(epochs=2, batch_sequences=5)) == 9
 
 
-def test_the_learning_rate_rises_then_falls() -> None:
+def test_learning_rate_warmup_and_decay() -> None:
     config = TrainConfig(learning_rate=1.0, warmup=0.1)
     rates = [learning_rate_at(step, 100, config) for step in range(100)]
     assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
@@ -200,6 +237,77 @@ def test_the_learning_rate_rises_then_falls() -> None:
     assert 0 < rates[99] < 0.001
 
 
-def test_states_of_a_run_stay_in_its_folder(make_run: MakeRun, tmp_path: Path) -> None:
+def test_states_stay_in_the_folder_of_the_run(make_run: MakeRun, tmp_path: Path) -> None:
     make_run(states="disk").train(silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def gradients(run: Run, step: int = 0) -> tuple[StepResult, dict[str, Tensor]]:
+    run.weights.clear_gradients()
+    batch = [run.fetch(i) for i in sequences_of_step(run.corpus.split.train, 0, run.config)]
+    result = run.gradient.accumulate(batch, step, 20.0)
+    found = {name: p.grad for name, p in run.weights.masters.items() if p.grad is not None}
+    assert len(found) == len(run.weights.masters)
+    return result, found
+
+
+def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, gradient in wanted.items():
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, atol=1e-5 * largest, rtol=1e-4)
+
+
+def test_gradients_do_not_depend_on_the_size_of_passes(make_run: MakeRun) -> None:
+    single, wanted = gradients(make_run(micro_tokens=1))
+    whole, found = gradients(make_run(micro_tokens=10**6))
+    assert_same_gradients(found, wanted)
+    assert whole.loss == pytest.approx(single.loss, rel=1e-5)
+    assert whole.blocks == single.blocks == 20
+    assert torch.equal(whole.hits, single.hits)
+
+
+def test_every_step_has_its_own_anchors(make_run: MakeRun) -> None:
+    run = make_run()
+    first, again, other = (gradients(run, step)[0].loss for step in (0, 0, 1))
+    assert first == again != other
+
+
+def test_bfloat16_gradients_are_close_to_float32_gradients(make_run: MakeRun) -> None:
+    fine, wanted = gradients(make_run())
+    rough, found = gradients(make_run(precision="bfloat16"))
+    assert rough.loss == pytest.approx(fine.loss, rel=0.02)
+    for name, gradient in wanted.items():
+        assert found[name].dtype == torch.float32
+        assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.97
+
+
+def test_candidates_always_contain_the_labels(make_run: MakeRun) -> None:
+    run = make_run(candidates=3)
+    labels = torch.tensor([[0, 319], [17, 250]])
+    scores, places = run.gradient._scores(labels, step=0)
+    assert torch.equal(scores.head[places], run.target_weights.head[labels])
+    counts = run.corpus.token_counts
+    frequent = run.target_weights.head[counts.topk(3).indices]
+    assert all((scores.head == row).all(-1).any() for row in frequent)
+
+
+def test_as_many_candidates_as_tokens_is_the_whole_vocabulary(make_run: MakeRun) -> None:
+    wanted = gradients(make_run())
+    found = gradients(make_run(candidates=TINY_VOCAB))
+    assert found[0].loss == wanted[0].loss
+    few = gradients(make_run(candidates=10))
+    assert few[0].loss < wanted[0].loss  # fewer wrong answers to choose from
+    assert few[0].loss == pytest.approx(wanted[0].loss, rel=0.5)
+
+
+def test_passes_stay_within_the_token_limit_and_cover_all_sequences(make_run: MakeRun) -> None:
+    run = make_run()
+    items = [run.fetch(index) for index in run.corpus.split.train]
+    config = small_config(micro_tokens=400)
+    parts = list(passes(items, config))
+    per_block = config.anchors * config.block_size
+    for part in parts:
+        longest = max(len(sequence) for _, sequence in part)
+        assert len(part) * (longest + per_block) <= 400
+    assert sorted(index for part in parts for index, _ in part) == sorted(run.corpus.split.train)
+    assert list(passes([], config)) == []

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import KilledError, MakeRun
 
 from leadout.dflash.target import Observation, Target
 from leadout.evaluate.blocks import TrainingSequence
-from leadout.evaluate.hidden_states import ComputedStates, Indexed, KeptStates
+from leadout.evaluate.hidden_states import ComputedStates, Indexed, StatesFileError, StatesOnDisk
 from leadout.train.run import STATES
+from support.small_runs import KilledError, MakeRun
 
 
 def items() -> list[Indexed]:
@@ -36,9 +36,9 @@ class Counting:
         return self._computed.observe(sequences)
 
 
-def kept(path: Path, source: Counting, dtype: torch.dtype = torch.float32) -> KeptStates:
+def kept(path: Path, source: Counting, dtype: torch.dtype = torch.float32) -> StatesOnDisk:
     lengths = [len(sequence) for _, sequence in items()]
-    return KeptStates(path, source, lengths, taps=3, hidden_size=64, dtype=dtype)
+    return StatesOnDisk(path, source, lengths, taps=3, hidden_size=64, dtype=dtype)
 
 
 def assert_same(found: Observation, wanted: Observation, sequences: Sequence[Indexed]) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_lost_its_end_is_no_source_of_zeros(target: Target, tmp_path
     keeper = kept(path, Counting(target))
     keeper.observe(items())
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(OSError, match="ends before sample"):
+    with pytest.raises(StatesFileError, match="ends before sample"):
         keeper.observe(items())
 
 

@@ -1,4 +1,4 @@
-"""A narrowed drafter drafts the best of the frequent tokens, and nothing else."""
+"""A drafter with a reduced vocabulary drafts the frequent tokens, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
-from leadout.train.draft_vocab import UnfitVocabularyError, narrow, token_counts
+from leadout.train.config import TrainError
+from leadout.train.draft_vocab import reduce_draft_vocab, token_counts
 from support.models import TINY_VOCAB
 
 
@@ -35,7 +36,7 @@ def test_it_scores_the_frequent_tokens_as_the_whole_drafter_does(
 ) -> None:
     counts = token_counts(answers, TINY_VOCAB)
     size = int((counts > 0).sum()) // 2
-    written, covered = narrow(source, tmp_path / "narrow", target_folder, answers, size)
+    written, covered = reduce_draft_vocab(source, tmp_path / "narrow", target_folder, answers, size)
     assert written.config.draft_vocab_size == size
     whole, narrowed = load_drafter(source), load_drafter(tmp_path / "narrow")
     assert narrowed.d2t is not None
@@ -51,11 +52,11 @@ def test_it_scores_the_frequent_tokens_as_the_whole_drafter_does(
 def test_a_size_that_the_answers_do_not_fill_is_refused(
     source: Path, target_folder: Path, answers: list[list[int]], tmp_path: Path
 ) -> None:
-    with pytest.raises(UnfitVocabularyError, match=f"--draft-vocab: found {TINY_VOCAB - 1}, want"):
-        narrow(source, tmp_path / "narrow", target_folder, answers, TINY_VOCAB - 1)
-    narrow(source, tmp_path / "narrow", target_folder, answers, 8)
-    with pytest.raises(UnfitVocabularyError, match="a head of its own"):
-        narrow(tmp_path / "narrow", tmp_path / "twice", target_folder, answers, 4)
+    with pytest.raises(TrainError, match=f"--draft-vocab: found {TINY_VOCAB - 1}, want"):
+        reduce_draft_vocab(source, tmp_path / "narrow", target_folder, answers, TINY_VOCAB - 1)
+    reduce_draft_vocab(source, tmp_path / "narrow", target_folder, answers, 8)
+    with pytest.raises(TrainError, match="a head of its own"):
+        reduce_draft_vocab(tmp_path / "narrow", tmp_path / "twice", target_folder, answers, 4)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import MakeRun
 
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.generate import acceptance_length, generate
@@ -20,7 +19,7 @@ from leadout.evaluate.acceptance import (
 )
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates, Indexed
-from leadout.evaluate.target_weights import TargetFiles, borrow
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.train.run import Corpus
 
 NEW_TOKENS = 40
@@ -29,7 +28,7 @@ NEW_TOKENS = 40
 def judge(
     drafter: Drafter, target: Target, folder: Path, texts: Sequence[Indexed]
 ) -> list[AcceptedDrafts]:
-    borrowed = borrow(TargetFiles(folder), torch.float32, torch.device("cpu"))
+    borrowed = load_target_weights(TargetFiles(folder), torch.float32, torch.device("cpu"))
     forward = BlockForward(drafter, borrowed.embedding)
     source = ComputedStates(lambda: target)
     return accepted_drafts(forward, borrowed, source, texts, drafter.config.block_size)
@@ -87,11 +86,3 @@ def test_answers_around_the_length_of_a_block(
     text = TrainingSequence("0", "s", torch.arange(3 + answer), 3)
     counts = judge(trained, target, target_folder, [(0, text)])[0].counts
     assert len(counts) == max(0, answer - trained.config.block_size + 1)
-
-
-def test_a_run_judges_its_held_out_samples_by_source(make_run: MakeRun) -> None:
-    run = make_run()
-    found = run.validate()
-    assert set(found.by_source) == {"asked", "self"}
-    assert sum(each.positions for each in found.by_source.values()) == found.overall.positions
-    assert found == run.validate()  # every position is judged: no draw, no noise

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from small_runs import SMALL, KilledError, MakeRun
 from typer.testing import CliRunner
 
 from leadout.checkpoints import load_drafter, read_checkpoint
@@ -21,9 +20,10 @@ from leadout.engine.child_process import DecodeError
 from leadout.engine.offline import SessionRequest, SessionResult, SetRun
 from leadout.train import command, served
 from leadout.train.config import TrainConfig
-from leadout.train.loop import load_best
 from leadout.train.progress import read_log
 from leadout.train.run import Corpus, Run
+from leadout.train.run_state import load_best
+from support.small_runs import SMALL, KilledError, MakeRun
 from support.tiny_data import STOPS, loaded, write_data
 
 FLAGS = [
@@ -318,7 +318,7 @@ def test_a_continued_run_keeps_its_data(
     [
         (("--target-layer-ids", "9"), "target_layer_ids: found (9,), wanted layers of the target"),
         (("--mask-token-id", "999"), "mask_token_id: found 999, wanted a row of the target"),
-        (("--block-size", "40"), "--block-size: found 40, wanted less"),
+        (("--block-size", "40"), "--block-size 40 is too large"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""A new drafter: its taps, its mask token, its sizes and its first weights."""
+"""A new drafter: its layers, taps, mask token, sizes and initial weights."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import MakeRun, small_config
 from transformers import AutoConfig, LlamaConfig
 
 from leadout.checkpoints import write_checkpoint
 from leadout.dflash.config import DrafterConfig, InvalidDrafterError
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import UnsupportedTargetError
+from leadout.train.config import TrainError
 from leadout.train.init import (
-    NoMaskTokenError,
-    UnfitStartError,
     choose_mask_token,
+    count_parameters,
+    default_layers,
     new_config,
     new_drafter,
     spread_layer_ids,
 )
-from leadout.train.run import Corpus, resolve
-from support.models import TINY_VOCAB
-from support.tiny_chat import END_OF_TEXT, END_OF_TURN, START_OF_TURN
+from support.small_runs import MakeRun
 
 
 @pytest.mark.parametrize(
@@ -36,40 +34,23 @@ from support.tiny_chat import END_OF_TEXT, END_OF_TURN, START_OF_TURN
         (1, (0,)),
     ],
 )
-def test_taps_are_spread_over_the_target(layers: int, wanted: tuple[int, ...]) -> None:
+def test_taps_are_spread_evenly_over_the_target(layers: int, wanted: tuple[int, ...]) -> None:
     assert spread_layer_ids(layers) == wanted
     assert spread_layer_ids(36, taps=1) == (18,)
 
 
-def test_the_mask_token_is_one_that_means_nothing() -> None:
+def test_small_targets_get_fewer_draft_layers() -> None:
+    tiny = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=10)
+    large = LlamaConfig(num_hidden_layers=8)  # 4096 wide
+    assert count_parameters(tiny) < 1e9 < count_parameters(large)
+    assert (default_layers(tiny), default_layers(large)) == (2, 5)
+
+
+def test_the_mask_token_has_no_meaning_in_the_data() -> None:
     assert choose_mask_token(110, 100, {98, 99}, {99}, set()) == 100  # beyond the tokenizer
     assert choose_mask_token(100, 100, {90, 95, 96, 97}, {90}, {95}) == 96
-    with pytest.raises(NoMaskTokenError, match="--mask-token-id: found none by itself"):
+    with pytest.raises(TrainError, match="No mask token could be chosen"):
         choose_mask_token(100, 100, {90, 95}, {90}, {95})
-
-
-def test_the_tiny_targets_mask_token_is_its_first_reserved_one(
-    target_folder: Path, corpus: Corpus
-) -> None:
-    config = resolve(small_config(), target_folder, corpus, TINY_VOCAB)
-    specials = {END_OF_TEXT, START_OF_TURN, END_OF_TURN}
-    assert config.mask_token_id not in specials
-    assert corpus.token_counts[config.mask_token_id or 0] == 0
-    assert (config.mask_token_id or 0) > START_OF_TURN
-    assert config.target_layer_ids == (1, 2, 3)
-
-
-def test_what_is_given_is_not_chosen(target_folder: Path, corpus: Corpus) -> None:
-    given = small_config(mask_token_id=5, target_layer_ids=(0, 4))
-    assert resolve(given, target_folder, corpus, TINY_VOCAB) == given
-
-
-@pytest.mark.parametrize(("epochs", "wanted"), [(1.0, "compute"), (3.0, "disk")])
-def test_states_are_kept_if_they_are_read_again(
-    target_folder: Path, corpus: Corpus, epochs: float, wanted: str
-) -> None:
-    given = small_config(states="auto", epochs=epochs)
-    assert resolve(given, target_folder, corpus, TINY_VOCAB).states == wanted
 
 
 def config_for(target: Path, layers: int = 3, ids: tuple[int, ...] = (1, 2, 3)) -> DrafterConfig:
@@ -83,7 +64,7 @@ def config_for(target: Path, layers: int = 3, ids: tuple[int, ...] = (1, 2, 3)) 
     )
 
 
-def test_a_drafter_has_the_targets_sizes(target_folder: Path) -> None:
+def test_a_new_drafter_has_the_targets_sizes(target_folder: Path) -> None:
     config = config_for(target_folder)
     target = AutoConfig.from_pretrained(target_folder)
     assert (config.hidden_size, config.intermediate_size) == (64, 128)
@@ -93,30 +74,30 @@ def test_a_drafter_has_the_targets_sizes(target_folder: Path) -> None:
     assert all(layer.window is None and not layer.causal for layer in config.layers)
 
 
-def test_taps_beyond_the_target_are_refused(target_folder: Path) -> None:
+def test_taps_beyond_the_target_are_rejected(target_folder: Path) -> None:
     with pytest.raises(InvalidDrafterError, match=r"target_layer_ids: found \(1, 9\)"):
         config_for(target_folder, ids=(1, 9))
 
 
-def test_a_target_whose_rotation_is_unknown_is_refused(tmp_path: Path) -> None:
+def test_a_target_without_a_known_rotary_embedding_is_rejected(tmp_path: Path) -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=4)
     written = config.to_dict()
     written.pop("rope_parameters", None)
     LlamaConfig.from_dict(written).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"rope_theta"', '"another_theta"'))
-    with pytest.raises(UnsupportedTargetError, match="no rotary embedding"):
+    with pytest.raises(UnsupportedTargetError, match="no rotary position embedding"):
         config_for(tmp_path)
 
 
-def test_random_weights_follow_from_the_seed(target_folder: Path) -> None:
+def test_random_weights_depend_on_the_seed_only(target_folder: Path) -> None:
     config = config_for(target_folder)
     first, same, other = (new_drafter(config, seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
-def test_a_run_goes_on_from_a_drafter_with_another_block_size(
+def test_initial_weights_may_come_from_a_drafter_with_another_block_size(
     make_run: MakeRun, trained: Drafter, tmp_path: Path
 ) -> None:
     weights = {name: p.detach() for name, p in trained.named_parameters()}
@@ -128,12 +109,12 @@ def test_a_run_goes_on_from_a_drafter_with_another_block_size(
         assert torch.equal(parameter, weights[name])
 
 
-def test_a_start_of_another_shape_is_refused(
+def test_initial_weights_of_another_shape_are_rejected(
     make_run: MakeRun, trained: Drafter, tmp_path: Path
 ) -> None:
     weights = {name: p.detach() for name, p in trained.named_parameters()}
     write_checkpoint(tmp_path / "start", weights, trained.config, "zlab", target_name="tiny")
     with pytest.raises(
-        UnfitStartError, match=r"found layers .* wanted .*its block size may change"
+        TrainError, match=r"has layers .* settings ask for .*only the block size may"
     ):
         make_run(layers=2, initial=str(tmp_path / "start"))

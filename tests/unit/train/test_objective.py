@@ -150,7 +150,7 @@ def test_the_loss_is_a_plain_sum_over_blocks() -> None:
 
 def test_distillation_needs_the_targets_states() -> None:
     hidden, slots = some_slots(2, 2)
-    with pytest.raises(ValueError, match=r"distillation: found 0\.3"):
+    with pytest.raises(ValueError, match=r"distillation 0\.3 requires"):
         loss_of_slots(hidden, slots._replace(teacher=None), some_scores(), MIXED, 1.0)
 
 

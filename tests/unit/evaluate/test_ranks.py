@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import ALONE, small_config
 
 from leadout.data.manifest import DataFolder
 from leadout.train.progress import read_log
 from support.models import ROOT
+from support.small_runs import ALONE, small_config
 from support.train_rank import FINAL, FIRST, JUDGED, train_and_tell
 
 # An odd batch, so that the ranks have different numbers of sequences, and blocks.
