@@ -32,14 +32,13 @@ from typing import Any
 import torch
 from rich.progress import track
 
+import result_charts
 from common import ROOT, SHIPPED
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts
 from leadout.engine.server import Server
 from leadout.provenance import Provenance
 from leadout.registry import Registry
-from leadout.report.charts import Point, Series, bars, lines
-from leadout.report.html import standalone
 from leadout.stats import Interval, bootstrap
 
 OUT = ROOT / "results" / "learn"
@@ -311,48 +310,12 @@ def write_result(
     }
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "smollm2.json").write_text(json.dumps(result, indent=2) + "\n")
-    (OUT / "smollm2.svg").write_text(picture(result))
+    (OUT / "smollm2.svg").write_text(result_charts.learn(result))
     for name, found in sets.items():
         print(
             f"{name:10} {found['before']['value']:.3f} -> {found['after']['value']:.3f} "
             f"({found['change']['value']:+.1%})"
         )
-
-
-def picture(result: dict[str, Any]) -> str:
-    curve = result["learnt"]["adaptation"]["curve"]
-
-    def series(name: str, of_point: Callable[[dict[str, float]], float]) -> Series:
-        return Series(
-            name,
-            [Point(str(point["step"]), of_point(point["by_source"])) for point in curve],
-        )
-
-    def replay(lengths: dict[str, float]) -> float:
-        others = [length for name, length in lengths.items() if name != "traffic"]
-        return sum(others) / len(others)
-
-    learning = lines(
-        [
-            series("traffic", lambda lengths: lengths["traffic"]),
-            series("replay, mean of its sources", replay),
-        ],
-        "Acceptance length on text that is not trained on, over training",
-        f"steps of training, {result['training_minutes']:.0f} minutes in all",
-    )
-    served = bars(
-        [
-            Series(when, [Point(name, **found[when]) for name, found in result["sets"].items()])
-            for when in ("before", "after")
-        ],
-        "Served acceptance length before and after the swap",
-    )
-    return standalone(
-        [
-            ("Acceptance length while it learns", learning),
-            ("Served by vLLM, before and after the swap", served),
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -27,16 +27,15 @@ from typing import Any
 from rich.progress import track
 
 import common  # noqa: F401 - sets the environment
+import result_charts
 from leadout.bench.settings import common_flags, rotated, write_prompts
 from leadout.checkpoints import read_checkpoint
 from leadout.engine.load_test import LoadGenerator, LoadRequest
 from leadout.engine.server import Server
 from leadout.provenance import Provenance
-from leadout.report import charts as svg
-from leadout.report.html import standalone
+from result_charts import PHASES
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "live" / "smollm2.json"
-PHASES = ("humaneval", "translation", "gsm8k")
 TRAFFIC_REQUESTS = {1: 4, 8: 16}  # of a phase, by concurrency
 USELESS_REQUESTS = {1: 3, 4: 4, 8: 8, 16: 16}
 CATEGORIES = ("summarization", "rag", "coding", "qa", "writing", "translation")
@@ -72,53 +71,7 @@ def write(found: dict[str, Any]) -> None:
         found["overall_ratio_to_best_single"] = min(each["overall"] for each in ratios)
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(found, indent=2) + "\n")
-    OUT.with_suffix(".svg").write_text(picture(found))
-
-
-def picture(found: dict[str, Any]) -> str:
-    """Rates as shares of another arm's, the smallest and the largest round as whiskers."""
-    charts = []
-    if "traffic" in found:
-        rounds = found["traffic"]["rounds"]
-        arms = [arm for arm in dict.fromkeys(each["arm"] for each in rounds) if arm != "bare"]
-        for concurrency in TRAFFIC_REQUESTS:
-            here = [each for each in rounds if each["concurrency"] == concurrency]
-            bare = {each["round"]: each["phases"] for each in here if each["arm"] == "bare"}
-            series = [
-                svg.Series(
-                    arm,
-                    [
-                        point(phase, [
-                            each["phases"][phase] / bare[each["round"]][phase]
-                            for each in here if each["arm"] == arm
-                        ])
-                        for phase in PHASES
-                    ],
-                )
-                for arm in arms
-            ]  # fmt: skip
-            heading = f"Traffic that changes, {concurrency} at a time: speed-up over bare vLLM"
-            charts.append((heading, svg.against(series, heading, "phase of the run")))
-    for part, key, arms_of, heading, below in (
-        ("useless", "concurrency", ("live", "bare"), "A useless drafter", "requests at a time"),
-        ("copying", "category", ("live", "without"), "With copied drafts", "kind of text"),
-    ):
-        if part in found:
-            rounds = found[part]["rounds"]
-            points = [
-                point(str(label), [
-                    each[arms_of[0]] / each[arms_of[1]] for each in rounds if each[key] == label
-                ])
-                for label in dict.fromkeys(each[key] for each in rounds)
-            ]  # fmt: skip
-            other = "bare vLLM" if part == "useless" else "live control without them"
-            chart = svg.against([svg.Series("live", points)], heading, below)
-            charts.append((f"{heading}: live control over {other}", chart))
-    return standalone(charts)
-
-
-def point(label: str, ratios: Sequence[float]) -> svg.Point:
-    return svg.Point(label, statistics.median(ratios), min(ratios), max(ratios))
+    OUT.with_suffix(".svg").write_text(result_charts.live(found))
 
 
 def traffic(arguments: Any) -> dict[str, Any]:

@@ -1,19 +1,18 @@
-"""Draw the figures of the documentation: charts from committed results, and four diagrams.
+"""Draw the figures of the documentation.
 
-    python docs/build/draw_figures.py [--out docs/figures]
+    python docs/build/draw_figures.py
 
-A test draws them again and compares, so a figure cannot say other than the results do.
+Figures are charts of committed results and three diagrams. Tests draw them again and compare the
+numbers, so that no figure can contradict the results.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from leadout.report.charts import Point, Series, against, bars, lines
-from leadout.report.html import standalone
+from leadout.report.charts import Point, Series, bars, dots, lines, picture
 
 ROOT = Path(__file__).resolve().parents[2]
 INK, SOFT = "#1c2330", "#5b6675"
@@ -25,11 +24,8 @@ def result(name: str) -> Any:
     return json.loads((ROOT / "results" / name).read_text())
 
 
-# Charts.
-
-
 def acceptance() -> str:
-    """How far drafts stand, by prompt set."""
+    """Acceptance by position, for each prompt set."""
     sets = result("train/smollm2.json")["acceptance"]
     series = [
         Series(
@@ -41,16 +37,16 @@ def acceptance() -> str:
         )
         for name in ("mbpp", "gsm8k", "humaneval", "mt_bench", "spec_bench")
     ]
-    chart = lines(series, "acceptance by position", "draft position")
-    return standalone([("Share of drafts that stand up to and including a position", chart)])
+    title = "Share of steps that accept all drafts up to a position"
+    return picture([lines(series, title, "draft position", "share of steps")])
 
 
 def break_even() -> str:
-    """What drafts gain at each load, by K."""
+    """Speed-up by K at three batch sizes."""
     tuned = result("bench/smollm2-tuned.json")
     series = [
         Series(
-            f"{batch} at a time",
+            f"batch size {batch}",
             [
                 Point(f"K = {k}", each["value"], each["low"], each["high"])
                 for k, each in by_k.items()
@@ -59,32 +55,29 @@ def break_even() -> str:
         for batch, by_k in tuned["speedup"].items()
         if batch in ("1", "4", "16")
     ]
-    chart = against(series, "speed-up by K", "drafted tokens per step")
-    return standalone([("Predicted speed over a bare engine, with 95% intervals", chart)])
+    title = "Predicted speed-up over a bare engine, with 95% intervals"
+    return picture([dots(series, title, "draft tokens per step", "speed-up")])
 
 
 def exact() -> str:
-    """Acceptance and refusal together give back the target's distribution."""
+    """Accepted and resampled tokens together follow the target's distribution."""
     words = ("the", "a", "this", "one")
     p, q = (0.50, 0.30, 0.15, 0.05), (0.70, 0.10, 0.15, 0.05)
-    kept = [min(pair) for pair in zip(p, q, strict=True)]
+    accepted = [min(pair) for pair in zip(p, q, strict=True)]
     residual = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
-    again = [(1 - sum(kept)) * each / sum(residual) for each in residual]
+    resampled = [(1 - sum(accepted)) * each / sum(residual) for each in residual]
     named = {
         "target p": p,
         "drafter q": q,
-        "kept, min(p, q)": kept,
-        "drawn again": again,
-        "sum": [a + b for a, b in zip(kept, again, strict=True)],
+        "accepted, min(p, q)": accepted,
+        "resampled": resampled,
+        "sum": [a + b for a, b in zip(accepted, resampled, strict=True)],
     }
     series = [
         Series(name, [Point(word, value) for word, value in zip(words, values, strict=True)])
         for name, values in named.items()
     ]
-    return standalone([("One draft at temperature 1", bars(series, "exact sampling"))])
-
-
-# Diagrams.
+    return picture([bars(series, "One draft at temperature 1")])
 
 
 class Diagram:
@@ -131,7 +124,7 @@ def step() -> str:
     drawing = Diagram(712, 236, "one step of speculative decoding")
     drawing.text(16, 34, "drafted", SOFT, "start")
     drawing.text(16, 106, "verified", SOFT, "start")
-    drawing.text(16, 178, "kept", SOFT, "start")
+    drawing.text(16, 178, "output", SOFT, "start")
     drawing.box(96, 14, 88, "Paris")
     drawing.text(140, 66, "anchor", SOFT)
     drafts = ["is", "the", "city", "of", "light"]
@@ -140,19 +133,17 @@ def step() -> str:
         drawing.box(x, 14, 88, word, BLUE)
         drawing.arrow((x + 44, 52), (x + 44, 82))
     for place, word in enumerate(("is", "the", "capital", "of", "love")):
-        stands = place < 2
-        drawing.box(
-            196 + 100 * place, 86, 88, word, TEAL if stands else RED if place == 2 else SOFT
-        )
+        colour = TEAL if place < 2 else RED if place == 2 else SOFT
+        drawing.box(196 + 100 * place, 86, 88, word, colour)
     drawing.text(140, 106, "one target step", INK)
     drawing.box(96, 158, 88, "Paris")
     for place, word in enumerate(("is", "the", "capital")):
         drawing.arrow((240 + 100 * place, 124), (240 + 100 * place, 154))
         drawing.box(196 + 100 * place, 158, 88, word, TEAL)
-    drawing.text(496, 172, "two drafts stood, one token is", SOFT, "start")
-    drawing.text(496, 189, "the target's: 3 from one step", SOFT, "start")
+    drawing.text(496, 172, "two drafts accepted, one token", SOFT, "start")
+    drawing.text(496, 189, "from the target: 3 in one step", SOFT, "start")
     drawing.text(
-        96, 224, "What the target would write after a refused draft is thrown away.", SOFT, "start"
+        96, 224, "What the target computed after the rejected draft is discarded.", SOFT, "start"
     )
     return str(drawing)
 
@@ -184,28 +175,34 @@ def block() -> str:
         if place:
             drawing.box(x, 44, 44, f"t+{place}", TEAL)
             drawing.arrow((x + 22, 90), (x + 22, 80))
-    drawing.text(690, 292, "block of B = 6 slots, all at once, seeing each other", SOFT, "end")
+    drawing.text(
+        690,
+        292,
+        "a block of B = 6 slots in one pass, with attention in both directions",
+        SOFT,
+        "end",
+    )
     drawing.text(
         40, 326, "Blue and amber: the drafter; the output head is the target's own.", SOFT, "start"
     )
     drawing.text(
         40,
         344,
-        "It reads what the target has computed already, and changes nothing there.",
+        "It reads what the target has already computed and changes nothing in it.",
         SOFT,
         "start",
     )
     return str(drawing)
 
 
-def house() -> str:
+def commands() -> str:
     """Commands, and the files between them."""
     drawing = Diagram(712, 250, "commands and files")
     top = [
         ("data", "your prompts"),
         ("train", "answers"),
         ("check", "drafter"),
-        ("tune", "a pair that fits"),
+        ("tune", "a checked pair"),
         ("serve", "K by load"),
     ]
     for place, (command, needs) in enumerate(top):
@@ -222,7 +219,7 @@ def house() -> str:
     drawing.box(156, 140, 116, "leadout learn", BLUE)
     drawing.arrow((296, 157), (276, 157))
     drawing.arrow((214, 140), (214, 98))
-    drawing.text(156, 196, "the one loop; it closes through files", SOFT, "start")
+    drawing.text(156, 196, "the learning loop, through files", SOFT, "start")
     drawing.text(
         16, 232, "Each command reads and writes files, and each can be run alone.", SOFT, "start"
     )
@@ -232,7 +229,7 @@ def house() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "step": step,
     "block": block,
-    "house": house,
+    "commands": commands,
     "acceptance": acceptance,
     "break-even": break_even,
     "exact": exact,
@@ -240,13 +237,10 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
-        (out / f"{name}.svg").write_text(draw())
-        print(f"wrote {out / name}.svg")
+    files = {f"docs/figures/{name}.svg": draw for name, draw in FIGURES.items()}
+    for name, draw in files.items():
+        (ROOT / name).write_text(draw())
+        print(f"wrote {name}")
 
 
 if __name__ == "__main__":

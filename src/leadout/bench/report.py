@@ -1,11 +1,10 @@
-"""A bench in words and rows, for the terminal, the page and the CSV file alike."""
+"""The report of a bench: tables for the terminal, an HTML page, an SVG chart and a CSV file."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich import box
@@ -26,57 +25,63 @@ from leadout.bench.results import BenchResult, CellResult, Latency
 from leadout.bench.settings import BARE, BenchPlan
 from leadout.checkpoints.errors import printable
 from leadout.console import ShownBar
-from leadout.files import replacing
-from leadout.report import charts as svg
-from leadout.report.html import document, folded, standalone, table
+from leadout.files import write_text
+from leadout.report import charts, html
 from leadout.stats import Spread, percentile
 
-CONCURRENCY = "conc."
-HOW = (
-    "Speed-up: output tokens per second over bare vLLM on the same prompts in the same round; "
-    "median of the rounds, smallest and largest in brackets. Every request writes the same number "
-    "of tokens (the end of text is ignored), greedily, and no server keeps prefixes. AL: tokens "
-    "for each step that drafted, the target's own included."
+RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.csv", "report.html", "speedup.svg"
+
+MEANS = "Speed-up over bare vLLM, geometric mean over prompt sets"
+METHOD = (
+    "Speed-up: output tokens per second divided by those of bare vLLM on the same prompts in the "
+    "same round; median over rounds, with minimum and maximum in brackets. Every request generates "
+    "the same number of tokens (end of text is ignored) with greedy sampling, and prefix caching "
+    "is off. AL (acceptance length): tokens per step that drafted, including the target's own."
 )
+_CONCURRENCY = "conc."
+_REQUESTS = "concurrent requests"
+_LATENCY_HEADS = [_CONCURRENCY, "arm", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99"]
+_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
-def concurrencies_down(result: BenchResult) -> list[int]:
-    return sorted(result.settings.concurrencies, reverse=True)
+def write_files(result: BenchResult, folder: Path) -> list[Path]:
+    """JSON, CSV, the page and, if there is a speed-up, its chart."""
+    texts = {
+        RESULTS: result.model_dump_json(indent=1) + "\n",
+        TABLE: _csv(result),
+        REPORT: page(result),
+    }
+    if result.geometric_means:
+        texts[PICTURE] = picture(result)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]
 
 
-def speedup_words(spread: Spread | None) -> str:
-    if spread is None:
-        return ""
-    return f"{spread.median:.2f}x ({spread.low:.2f}-{spread.high:.2f})"
+# Rows of the tables, in the terminal and on the page.
 
 
-def throughput_heads(result: BenchResult) -> list[str]:
-    heads = [CONCURRENCY, f"{BARE} tok/s"]
+def _throughput_heads(result: BenchResult) -> list[str]:
+    heads = [_CONCURRENCY, f"{BARE} tok/s"]
     for arm in result.compared_arms:
         heads += [f"{arm} tok/s", "speed-up", "AL"]
     return heads
 
 
-def throughput_rows(result: BenchResult, prompt_set: str) -> list[list[str]]:
-    """As DFlash results are published: the largest concurrency first."""
+def _throughput_rows(result: BenchResult, prompt_set: str) -> list[list[str]]:
     rows = []
-    for concurrency in concurrencies_down(result):
+    for concurrency in sorted(result.settings.concurrencies):
         row = [str(concurrency), _rate(result.cell(prompt_set, concurrency, BARE))]
         for arm in result.compared_arms:
             cell = result.cell(prompt_set, concurrency, arm)
-            row.append(_rate(cell))
-            row.append(speedup_words(None if cell is None else cell.speedup_spread))
-            row.append(_length(cell))
+            row += [_rate(cell), _speedup(cell), _length(cell)]
         rows.append(row)
     return rows
 
 
-LATENCY_HEADS = [CONCURRENCY, "arm", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99"]
-
-
-def latency_rows(result: BenchResult, prompt_set: str) -> list[list[str]]:
+def _latency_rows(result: BenchResult, prompt_set: str) -> list[list[str]]:
     rows = []
-    for concurrency in concurrencies_down(result):
+    for concurrency in sorted(result.settings.concurrencies):
         for arm in result.arms:
             cell = result.cell(prompt_set, concurrency, arm)
             if cell is not None:
@@ -85,23 +90,31 @@ def latency_rows(result: BenchResult, prompt_set: str) -> list[list[str]]:
     return rows
 
 
-def mean_rows(result: BenchResult) -> list[list[str]]:
-    """Geometric means over the prompt sets: a row for each concurrency, a column for each arm."""
+def _mean_rows(result: BenchResult) -> list[list[str]]:
+    """A row for each concurrency, a column for each arm."""
     rows = []
-    for concurrency in concurrencies_down(result):
+    for concurrency in sorted(result.settings.concurrencies):
         means = [result.mean(concurrency, arm) for arm in result.compared_arms]
-        shown = [speedup_words(None if m is None else m.speedup_spread) for m in means]
+        shown = ["" if mean is None else _ratio(mean.speedup_spread) for mean in means]
         rows.append([str(concurrency), *shown])
     return rows
 
 
-def prediction_words(result: BenchResult) -> str:
+def _prediction_sentence(result: BenchResult) -> str:
     if result.prediction is None:
         return ""
     return (
-        f"The cost model of the tuned file is within 15% of the measured speed-up in "
-        f"{result.prediction.within_15_percent:.0%} of {result.prediction.cells} cells."
+        f"The cost model of the tuned file predicts the measured speed-up to within {CLOSE:.0%} "
+        f"in {result.prediction.within_15_percent:.0%} of {result.prediction.cells} cells."
     )
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f}x ({spread.low:.2f}-{spread.high:.2f})"
+
+
+def _speedup(cell: CellResult | None) -> str:
+    return "" if cell is None or cell.speedup_spread is None else _ratio(cell.speedup_spread)
 
 
 def _rate(cell: CellResult | None) -> str:
@@ -116,81 +129,97 @@ def _times(latency: Latency) -> list[str]:
     return [f"{latency.median:.1f}", f"{latency.p99:.1f}"]
 
 
-# The pictures of a bench.
-
-_PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99)
-_AT_ONCE = "requests at a time"
+# Charts; None where there is nothing to draw.
 
 
-def speedup_of_set(result: BenchResult, prompt_set: str) -> str:
-    """Speed-up of every arm by concurrency, the rounds' smallest and largest as whiskers."""
+def picture(result: BenchResult) -> str:
+    """The chart for a README: mean speed-ups, and each prompt set at the lowest concurrency."""
+    lowest = min(result.settings.concurrencies)
+    by_set = _by_arm(
+        result,
+        lambda arm: [
+            _point(name, cell.speedup_spread)
+            for name in result.settings.prompts
+            if (cell := result.cell(name, lowest, arm)) is not None
+        ],
+    )
+    drawn = [_mean_speedups(result)]
+    if by_set:
+        drawn.append(charts.bars(by_set, f"Speed-up by prompt set at concurrency {lowest}"))
+    return charts.picture([chart for chart in drawn if chart is not None])
+
+
+def _by_arm(
+    result: BenchResult, points: Callable[[str], Sequence[charts.Point | None]]
+) -> list[charts.Series]:
+    """A series for each compared arm that has points."""
     series = []
     for arm in result.compared_arms:
-        cells = [result.cell(prompt_set, c, arm) for c in result.settings.concurrencies]
-        points = [
-            _point(str(cell.concurrency), cell.speedup_spread)
-            for cell in cells
-            if cell is not None and cell.speedup_spread is not None
+        found = [point for point in points(arm) if point is not None]
+        if found:
+            series.append(charts.Series(arm, found))
+    return series
+
+
+def _point(label: str, spread: Spread | None) -> charts.Point | None:
+    """The median over rounds, with minimum and maximum."""
+    return None if spread is None else charts.Point(label, spread.median, spread.low, spread.high)
+
+
+def _mean_speedups(result: BenchResult) -> charts.Chart | None:
+    series = _by_arm(
+        result,
+        lambda arm: [
+            _point(str(concurrency), mean.speedup_spread)
+            for concurrency in sorted(result.settings.concurrencies)
+            if (mean := result.mean(concurrency, arm)) is not None
+        ],
+    )
+    return charts.dots(series, MEANS, _REQUESTS, "speed-up") if series else None
+
+
+def _speedups_of_set(result: BenchResult, prompt_set: str) -> charts.Chart | None:
+    series = _by_arm(
+        result,
+        lambda arm: [
+            _point(str(concurrency), cell.speedup_spread)
+            for concurrency in sorted(result.settings.concurrencies)
+            if (cell := result.cell(prompt_set, concurrency, arm)) is not None
+        ],
+    )
+    title = f"speed-up on {prompt_set}"
+    return charts.dots(series, title, _REQUESTS, "speed-up") if series else None
+
+
+def _acceptance_by_position(result: BenchResult) -> charts.Chart | None:
+    """Over all drafted blocks of an arm."""
+
+    def points(arm: str) -> list[charts.Point]:
+        cells = [cell for cell in result.cells if cell.arm == arm]
+        drafts = [sum(each.drafts for each in cell.rounds) for cell in cells]
+        positions = max((len(cell.acceptance_by_position) for cell in cells), default=0)
+        return [
+            charts.Point(
+                str(position + 1),
+                sum(
+                    cell.acceptance_by_position[position] * count
+                    for cell, count in zip(cells, drafts, strict=True)
+                    if position < len(cell.acceptance_by_position)
+                )
+                / sum(drafts),
+            )
+            for position in range(positions)
         ]
-        if points:
-            series.append(svg.Series(arm, points))
-    return svg.against(series, f"speed-up on {prompt_set}", _AT_ONCE) if series else ""
+
+    series = _by_arm(result, points)
+    labels = ("position in the block", "share of blocks that accept it")
+    return charts.lines(series, "acceptance by position", *labels) if series else None
 
 
-def mean_speedup(result: BenchResult) -> str:
+def _latencies(result: BenchResult, concurrency: int) -> charts.Chart | None:
+    """Percentiles of the time per output token."""
     series = []
-    for arm in result.compared_arms:
-        means = [result.mean(c, arm) for c in result.settings.concurrencies]
-        points = [_point(str(m.concurrency), m.speedup_spread) for m in means if m is not None]
-        if points:
-            series.append(svg.Series(arm, points))
-    return svg.against(series, "geometric mean of the speed-ups", _AT_ONCE) if series else ""
-
-
-def speedup_by_set(result: BenchResult, concurrency: int) -> str:
-    series = []
-    for arm in result.compared_arms:
-        cells = [result.cell(name, concurrency, arm) for name in result.settings.prompts]
-        points = [
-            _point(cell.prompt_set, cell.speedup_spread)
-            for cell in cells
-            if cell is not None and cell.speedup_spread is not None
-        ]
-        if points:
-            series.append(svg.Series(arm, points))
-    return svg.bars(series, f"speed-up at concurrency {concurrency}") if series else ""
-
-
-def acceptance(result: BenchResult) -> str:
-    """By position in the block, of all drafted blocks of an arm."""
-    series = []
-    for arm in result.compared_arms:
-        shares = _pooled([cell for cell in result.cells if cell.arm == arm])
-        points = [svg.Point(str(n), share) for n, share in enumerate(shares, start=1)]
-        if points:
-            series.append(svg.Series(arm, points))
-    below = "position in the block; height: share of drafted blocks in which the draft stood"
-    return svg.lines(series, "acceptance by position", below) if series else ""
-
-
-def _pooled(cells: list[CellResult]) -> list[float]:
-    drafts = {id(cell): sum(each.drafts for each in cell.rounds) for cell in cells}
-    positions = max((len(cell.acceptance_by_position) for cell in cells), default=0)
-    return [
-        sum(
-            cell.acceptance_by_position[p] * drafts[id(cell)]
-            for cell in cells
-            if p < len(cell.acceptance_by_position)
-        )
-        / sum(drafts.values())
-        for p in range(positions)
-    ]
-
-
-def latency(result: BenchResult, concurrency: int) -> str:
-    """How long a token takes, by the share of requests that are as fast or faster."""
-    series = []
-    for arm in [*result.compared_arms, BARE]:  # bare last: arms keep their colours
+    for arm in [*result.compared_arms, BARE]:  # bare last: the other arms keep their colours
         times = [
             time
             for cell in result.cells
@@ -198,108 +227,101 @@ def latency(result: BenchResult, concurrency: int) -> str:
             for each in cell.rounds
             for time in each.tpot_ms
         ]
-        points = [svg.Point(f"{p}%", percentile(times, p)) for p in _PERCENTS] if times else []
-        if points:
-            series.append(svg.Series(arm, points))
-    below = "share of requests; height: milliseconds per output token after the first (TPOT)"
-    return svg.lines(series, f"latency at concurrency {concurrency}", below) if series else ""
+        if times:
+            points = [charts.Point(f"{p}%", percentile(times, p)) for p in _PERCENTILES]
+            series.append(charts.Series(arm, points))
+    labels = ("percentile of requests", "TPOT, ms")
+    return (
+        charts.lines(series, f"latency at concurrency {concurrency}", *labels) if series else None
+    )
 
 
-def predictions(result: BenchResult) -> str:
+def _predictions(result: BenchResult) -> charts.Chart | None:
     series = []
     for arm in result.compared_arms:
         points = [
-            (f"{c.prompt_set}, {c.concurrency} at a time, {arm}", c.speedup, c.predicted_speedup)
+            (f"{c.prompt_set}, concurrency {c.concurrency}", c.speedup, c.predicted_speedup)
             for c in result.cells
             if c.arm == arm and c.predicted_speedup is not None and c.speedup is not None
         ]
         if points:
             series.append((arm, points))
     names = ("measured speed-up", "predicted speed-up")
-    return svg.scatter(series, "predicted against measured", names, CLOSE) if series else ""
+    return (
+        charts.scatter(series, "predicted and measured speed-up", names, CLOSE) if series else None
+    )
 
 
-def picture(result: BenchResult) -> str:
-    """The one to show: mean speed-up by concurrency, and each set where requests are fewest."""
-    fewest = min(result.settings.concurrencies)
-    charts = [
-        ("Speed-up over bare vLLM, geometric mean of the prompt sets", mean_speedup(result)),
-        (f"Speed-up by prompt set at concurrency {fewest}", speedup_by_set(result, fewest)),
-    ]
-    return standalone([(heading, chart) for heading, chart in charts if chart])
-
-
-def _point(label: str, spread: Spread) -> svg.Point:
-    return svg.Point(label, spread.median, spread.low, spread.high)
-
-
-# A bench as one HTML file: no scripts, nothing loaded, every text escaped.
+# The HTML page.
 
 
 def page(result: BenchResult) -> str:
-    name = f"{result.settings.target}: {', '.join(result.arms)}"
-    parts = [
-        f"<h1>{escape(name)}</h1>",
-        f'<p class="soft">{escape(_circumstances(result))}</p>',
-        f'<p class="soft">{escape(HOW)}</p>',
-        _means(result),
-        *(_of_set(result, prompt_set) for prompt_set in result.settings.prompts),
-        _titled("Acceptance by position", acceptance(result)),
-        _latency(result),
-        _predictions(result),
-        _how_made(result),
-    ]
-    return document(f"leadout bench: {name}", parts)
-
-
-def _circumstances(result: BenchResult) -> str:
     settings, provenance = result.settings, result.provenance
-    facts = [
-        f"{settings.rounds} rounds",
-        f"{settings.output_tokens} output tokens a request",
-        provenance.machine,
-        provenance.date,
+    sections = [
+        _means_section(result),
+        *(_set_section(result, prompt_set) for prompt_set in settings.prompts),
+        html.Section("Acceptance by position", _drawings(_acceptance_by_position(result))),
+        _latency_section(result),
+        _prediction_section(result),
+        _setup_section(result),
     ]
-    return " · ".join(facts)
-
-
-def _means(result: BenchResult) -> str:
-    chart = mean_speedup(result)
-    if not chart:
-        return ""
-    heads = [CONCURRENCY, *result.compared_arms]
-    return (
-        "<h2>Speed-up over bare vLLM, geometric mean of the prompt sets</h2>"
-        f"{chart}{table(heads, mean_rows(result), words=1)}"
+    return html.render(
+        html.Page(
+            command="bench",
+            heading=f"{settings.target}: {', '.join(result.arms)}",
+            facts=[
+                f"{settings.rounds} rounds",
+                f"{settings.output_tokens} output tokens per request",
+                provenance.machine,
+                provenance.date,
+            ],
+            sections=[section for section in sections if section.blocks],
+        )
     )
 
 
-def _of_set(result: BenchResult, prompt_set: str) -> str:
-    return (
-        f"<h2>{escape(prompt_set)}</h2>{speedup_of_set(result, prompt_set)}"
-        f"{table(throughput_heads(result), throughput_rows(result, prompt_set), words=1)}"
-        f"{folded('Latency', table(LATENCY_HEADS, latency_rows(result, prompt_set), words=2))}"
+def _drawings(chart: charts.Chart | None) -> list[html.Block]:
+    return [] if chart is None else [html.Drawing(chart)]
+
+
+def _means_section(result: BenchResult) -> html.Section:
+    chart = _mean_speedups(result)
+    explained = html.Text(METHOD, soft=True)
+    if chart is None:
+        return html.Section("", [explained])
+    heads = [_CONCURRENCY, *result.compared_arms]
+    table = html.Table(heads, _mean_rows(result), text_columns=1)
+    return html.Section(MEANS, [explained, html.Drawing(chart), table])
+
+
+def _set_section(result: BenchResult, prompt_set: str) -> html.Section:
+    throughput = _throughput_rows(result, prompt_set)
+    latency = html.Table(_LATENCY_HEADS, _latency_rows(result, prompt_set), text_columns=2)
+    return html.Section(
+        prompt_set,
+        [
+            *_drawings(_speedups_of_set(result, prompt_set)),
+            html.Table(_throughput_heads(result), throughput, text_columns=1),
+            html.Folded("Latency", [latency]),
+        ],
     )
 
 
-def _latency(result: BenchResult) -> str:
-    shown = "".join(
-        f"<h3>{concurrency} at a time</h3>{latency(result, concurrency)}"
-        for concurrency in result.settings.concurrencies
-    )
-    return f"<h2>Latency of a token</h2>{shown}"
+def _latency_section(result: BenchResult) -> html.Section:
+    blocks: list[html.Block] = []
+    for concurrency in sorted(result.settings.concurrencies):
+        heading = html.Heading(f"Concurrency {concurrency}")
+        blocks += [heading, *_drawings(_latencies(result, concurrency))]
+    return html.Section("Time per output token (TPOT)", blocks)
 
 
-def _predictions(result: BenchResult) -> str:
-    explained = f'<p class="soft">{escape(prediction_words(result))}</p>'
-    return _titled("Predicted against measured", predictions(result), explained)
+def _prediction_section(result: BenchResult) -> html.Section:
+    drawn = _drawings(_predictions(result))
+    explained = [html.Text(_prediction_sentence(result), soft=True)] if drawn else []
+    return html.Section("Predicted and measured speed-up", [*explained, *drawn])
 
 
-def _titled(heading: str, chart: str, explained: str = "") -> str:
-    return f"<h2>{escape(heading)}</h2>{explained}{chart}" if chart else ""
-
-
-def _how_made(result: BenchResult) -> str:
+def _setup_section(result: BenchResult) -> html.Section:
     arms = [
         [
             arm.name,
@@ -309,19 +331,17 @@ def _how_made(result: BenchResult) -> str:
         ]
         for arm in result.settings.arms
     ]
-    flags = f"<p>All servers: <code>{escape(' '.join(result.settings.flags))}</code></p>"
-    command = f"<p>Made by: <code>{escape(result.provenance.command)}</code></p>"
     versions = [list(pair) for pair in result.provenance.versions.items()]
-    content = (
-        table(["arm", "kind", "drafter", "K"], arms, words=3)
-        + flags
-        + command
-        + table(["", "version"], versions, words=2)
-    )
-    return folded("Arms, settings and versions", content)
+    blocks: list[html.Block] = [
+        html.Table(["arm", "kind", "drafter", "K"], arms, text_columns=3),
+        html.Command(" ".join(result.settings.flags), label="All servers:"),
+        html.Command(result.provenance.command, label="Command:"),
+        html.Table(["", "version"], versions, text_columns=2),
+    ]
+    return html.Section("", [html.Folded("Arms, settings and versions", blocks)])
 
 
-# What a person sees of a bench in the terminal: a bar while it runs, then the tables.
+# The terminal.
 
 
 class BenchProgress(ShownBar):
@@ -355,17 +375,16 @@ class BenchProgress(ShownBar):
 def print_result(result: BenchResult, console: Console | None = None) -> None:
     console = console or Console()
     for prompt_set in result.settings.prompts:
-        rows = throughput_rows(result, prompt_set)
-        console.print(_table(prompt_set, throughput_heads(result), rows, words=0))
-        rows = latency_rows(result, prompt_set)
-        console.print(_table(f"{prompt_set}: latency", LATENCY_HEADS, rows, words=2))
+        rows = _throughput_rows(result, prompt_set)
+        console.print(_table(prompt_set, _throughput_heads(result), rows))
+        rows = _latency_rows(result, prompt_set)
+        console.print(_table(f"{prompt_set}: latency", _LATENCY_HEADS, rows, text_columns=2))
     if result.compared_arms:
-        heads = [CONCURRENCY, *result.compared_arms]
-        title = "Speed-up over bare vLLM, geometric mean of the prompt sets"
-        console.print(_table(title, heads, mean_rows(result), words=0))
-        console.print(Text(HOW, style="dim"))
+        heads = [_CONCURRENCY, *result.compared_arms]
+        console.print(_table(MEANS, heads, _mean_rows(result)))
+        console.print(Text(METHOD, style="dim"))
     if result.prediction is not None:
-        console.print(Text(prediction_words(result)))
+        console.print(Text(_prediction_sentence(result)))
 
 
 def print_plan(plan: BenchPlan, console: Console | None = None) -> None:
@@ -376,11 +395,11 @@ def print_plan(plan: BenchPlan, console: Console | None = None) -> None:
         ("prompt sets", ", ".join(plan.prompt_sets)),
         ("concurrencies", ", ".join(map(str, plan.concurrencies))),
         ("rounds", str(plan.rounds)),
-        ("cells to measure", f"{plan.cells:,}, {plan.cells_done:,} are done"),
+        ("cells to measure", f"{plan.cells:,} ({plan.cells_done:,} already measured)"),
         ("output tokens", f"{plan.output_tokens:,}"),
-        ("time", f"about {plan.minutes:.0f} minutes, and the starts of {len(plan.arms)} servers"),
-        ("assumed", f"output tokens per second by concurrency, for every arm: {rates}"),
-        ("taken from", plan.rates_from),
+        ("time", f"about {plan.minutes:.0f} minutes, plus starting {len(plan.arms)} servers"),
+        ("assuming", f"output tokens per second by concurrency, for every arm: {rates}"),
+        ("based on", plan.rates_from),
     ]
     table = Table(box=None, show_header=False)
     table.add_column(style="bold")
@@ -390,8 +409,10 @@ def print_plan(plan: BenchPlan, console: Console | None = None) -> None:
     console.print(table)
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> Table:
-    """The first columns after the concurrency may be words; numbers stand right."""
+def _table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 0
+) -> Table:
+    """Numbers are aligned right, and so is the concurrency in the first column."""
     table = Table(
         title=printable(title),
         title_justify="left",
@@ -400,30 +421,11 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], word
         pad_edge=False,
     )
     for place, head in enumerate(heads):
-        side: JustifyMethod = "left" if 0 < place < words else "right"
+        side: JustifyMethod = "left" if 0 < place < text_columns else "right"
         table.add_column(printable(head).replace(" ", "\n"), justify=side, no_wrap=True)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table
-
-
-# What a bench leaves in its folder: the result as JSON and CSV, a page, and a picture.
-
-RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.csv", "report.html", "speedup.svg"
-
-
-def write_files(result: BenchResult, folder: Path) -> list[Path]:
-    texts = {
-        RESULTS: result.model_dump_json(indent=1) + "\n",
-        TABLE: _csv(result),
-        REPORT: page(result),
-    }
-    if result.geometric_means:
-        texts[PICTURE] = picture(result)
-    for name, text in texts.items():
-        with replacing(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
 
 
 def _csv(result: BenchResult) -> str:

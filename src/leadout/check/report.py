@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from rich import box
@@ -23,10 +22,9 @@ from leadout.check.result import (
 )
 from leadout.checkpoints.errors import printable
 from leadout.evaluate.acceptance import AcceptanceTable
-from leadout.files import replacing
+from leadout.files import write_text
 from leadout.models import last_part
-from leadout.report import charts as svg
-from leadout.report.html import document, folded, table
+from leadout.report import charts, html
 from leadout.stats import Interval
 
 MOST_TRIED = 8
@@ -199,139 +197,142 @@ def _clean(text: str) -> Text:
     return Text(printable(text))
 
 
-# A check as one HTML file: no scripts, nothing loaded, every text escaped.
+# The HTML page.
 
-OFFLINE = "offline"
-_MOST_DIVERGENCES = 20
+_OFFLINE = "offline"
+_MAX_DIVERGENCES = 20
+_TONES: dict[str, html.Tone] = {
+    Verdict.FIT: "good",
+    Verdict.DOUBTFUL: "warning",
+    Verdict.UNFIT: "bad",
+    Gravity.NOTE: "note",
+}
 
 
 def write_page(result: CheckResult, path: Path) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(page(result), encoding="utf-8")
+    write_text(path, page(result))
 
 
 def page(result: CheckResult) -> str:
-    name = f"{last_part(result.drafter)} for {last_part(result.target)}"
-    parts = [
-        f"<h1>{escape(name)}</h1>",
-        f'<p class="soft">{escape(_circumstances(result))}</p>',
-        _verdict(result),
-        _cards(result),
+    sections = [
         _findings(result),
         _acceptance(result),
-        "" if result.parity is None else _parity(result.parity),
-        "" if result.lossless is None else _lossless(result.lossless),
+        _parity(result),
+        _lossless(result),
         _tried(result),
         _versions(result),
     ]
-    return document(f"leadout check: {name}", parts)
-
-
-def _circumstances(result: CheckResult) -> str:
-    facts = [f"target {result.target}", f"drafter {result.drafter}"]
-    if result.draft_tokens is not None:
-        facts.append(f"{result.draft_tokens} drafted tokens a step")
-    if result.date:
-        facts.append(result.date)
-    facts.append(f"{result.seconds:.0f} seconds")
-    return " · ".join(facts)
-
-
-def _verdict(result: CheckResult) -> str:
-    word = f'<span class="word">{result.verdict.value}</span>'
-    return (
-        f'<div class="verdict {result.verdict.value}">{word}<p>{escape(sentence(result))}</p></div>'
+    return html.render(
+        html.Page(
+            command="check",
+            heading=f"{last_part(result.drafter)} for {last_part(result.target)}",
+            facts=_facts(result),
+            verdict=html.Verdict(
+                _TONES[result.verdict], [sentence(result)], word=result.verdict.value
+            ),
+            cards=_cards(result),
+            sections=[section for section in sections if section is not None],
+        )
     )
 
 
-def _cards(result: CheckResult) -> str:
-    """The few numbers that people look for first."""
+def _facts(result: CheckResult) -> list[str]:
+    facts = [f"target {result.target}", f"drafter {result.drafter}"]
+    if result.draft_tokens is not None:
+        facts.append(f"{result.draft_tokens} draft tokens per step")
+    if result.date:
+        facts.append(result.date)
+    return [*facts, f"{result.seconds:.0f} seconds"]
+
+
+def _cards(result: CheckResult) -> list[html.Card]:
     cards = []
     if result.offline is not None:
         length = result.offline.overall.length
-        cards.append(("tokens a step, offline", f"{length.value:.2f}", spread(length)))
+        cards.append(html.Card("tokens per step, offline", f"{length.value:.2f}", spread(length)))
     for served in result.served:
-        steps = f"{served.steps:,} steps"
-        cards.append((f"tokens a step, {name_of(served)}", f"{served.length:.2f}", steps))
+        name, steps = f"tokens per step, {name_of(served)}", f"{served.steps:,} steps"
+        cards.append(html.Card(name, f"{served.length:.2f}", steps))
     if result.parity is not None and result.parity.drafts:
         share = result.parity.equal_drafts / result.parity.drafts
-        cards.append(("drafts as the reference", f"{share:.1%}", f"of {result.parity.drafts:,}"))
+        count = f"of {result.parity.drafts:,}"
+        cards.append(html.Card("drafts equal to the reference", f"{share:.1%}", count))
     if result.lossless is not None and result.lossless.texts:
         share = result.lossless.equal_texts / result.lossless.texts
-        cards.append(("texts unchanged", f"{share:.0%}", f"of {result.lossless.texts}"))
-    shown = "".join(
-        f'<div class="card"><span class="soft">{escape(name)}</span><b>{escape(number)}</b>'
-        f'<span class="soft">{escape(more)}</span></div>'
-        for name, number, more in cards
+        cards.append(html.Card("texts unchanged", f"{share:.0%}", f"of {result.lossless.texts}"))
+    return cards
+
+
+def _findings(result: CheckResult) -> html.Section:
+    found = by_weight(result.findings)
+    if not found:
+        return html.Section("Findings", [html.Text("None.")])
+    table = html.Table(
+        ["severity", "finding", "what was found", "remedy"],
+        [[each.gravity.value, each.name, each.message, each.remedy] for each in found],
+        text_columns=4,
+        tones=[_TONES[each.gravity] for each in found],
     )
-    return f'<div class="cards">{shown}</div>' if cards else ""
+    return html.Section("Findings", [table])
 
 
-def _findings(result: CheckResult) -> str:
-    if not result.findings:
-        return "<h2>Findings</h2><p>None.</p>"
-    rows = "".join(
-        f'<tr><td class="word {each.gravity.value}">{each.gravity.value}</td>'
-        f"<td><code>{escape(each.name)}</code></td>"
-        f'<td class="long">{escape(each.message)}</td>'
-        f'<td class="long">{escape(each.remedy)}</td></tr>'
-        for each in by_weight(result.findings)
-    )
-    head = "<tr><th>gravity</th><th>finding</th><th>what was found</th><th>remedy</th></tr>"
-    return f'<h2>Findings</h2><div class="wide"><table>{head}{rows}</table></div>'
-
-
-def _acceptance(result: CheckResult) -> str:
+def _acceptance(result: CheckResult) -> html.Section | None:
     if result.offline is None:
-        return ""
+        return None
     explained = (
-        "Tokens for each step of the target, its own included. Offline: by the reference, along "
-        "the target's own greedy texts, with 95% intervals over texts. Served: by vLLM's counters."
+        "Tokens per step of the target, its own token included. Offline: computed by the reference "
+        "implementation along the target's own greedy texts, with 95% confidence intervals over "
+        "texts. Served: from vLLM's counters."
     )
-    parts = [
-        f'<h2>Acceptance</h2><p class="soft">{explained}</p>',
-        "<h3>By prompt set</h3>",
-        svg.bars(_by_set(result), "acceptance length by prompt set"),
-        "<h3>By position in the block</h3>",
-        svg.lines(
-            _by_position(result),
-            "share of steps in which the draft at a position stood",
-            "position in the block; height: share of steps in which the draft stood",
-        ),
+    by_position = charts.lines(
+        _by_position(result),
+        "acceptance by position in the block",
+        "position in the block",
+        "share of steps that accept it",
+    )
+    blocks: list[html.Block] = [
+        html.Text(explained, soft=True),
+        html.Heading("By prompt set"),
+        html.Drawing(charts.bars(_by_set(result), "acceptance length by prompt set")),
+        html.Heading("By position in the block"),
+        html.Drawing(by_position),
     ]
     if result.offline.by_context:
         points = [_point(name, each.length) for name, each in result.offline.by_context.items()]
-        parts += [
-            "<h3>By length of the prompt</h3>",
-            svg.bars([svg.Series(OFFLINE, points)], "acceptance length by length of the prompt"),
+        series = [charts.Series(_OFFLINE, points)]
+        blocks += [
+            html.Heading("By prompt length"),
+            html.Drawing(charts.bars(series, "acceptance length by prompt length")),
         ]
-    return "\n".join([*parts, _html_acceptance_table(result)])
+    return html.Section("Acceptance", [*blocks, _all_lengths(result)])
 
 
-def _by_set(result: CheckResult) -> list[svg.Series]:
+def _by_set(result: CheckResult) -> list[charts.Series]:
     rows = [row for row in acceptance_rows(result) if row.kind != "prompt length"]
-    offline = [_point(row.name, row.offline.length) for row in rows]
-    series = [svg.Series(OFFLINE, offline)]
+    series = [charts.Series(_OFFLINE, [_point(row.name, row.offline.length) for row in rows])]
     for place, served in enumerate(result.served):
         found = [(row.name, row.served[place]) for row in rows]
-        points = [svg.Point(name, value) for name, value in found if value is not None]
-        series.append(svg.Series(name_of(served), points))
+        points = [charts.Point(name, value) for name, value in found if value is not None]
+        series.append(charts.Series(name_of(served), points))
     return series
 
 
-def _by_position(result: CheckResult) -> list[svg.Series]:
+def _by_position(result: CheckResult) -> list[charts.Series]:
     assert result.offline is not None
     shares = result.offline.overall.by_position
-    series = [svg.Series(OFFLINE, [_point(str(n + 1), each) for n, each in enumerate(shares)])]
+    points = [_point(str(position), share) for position, share in enumerate(shares, start=1)]
+    series = [charts.Series(_OFFLINE, points)]
     for served in result.served:
-        points = [svg.Point(str(n + 1), share) for n, share in enumerate(served.by_position)]
-        series.append(svg.Series(name_of(served), points))
+        points = [
+            charts.Point(str(position), share)
+            for position, share in enumerate(served.by_position, start=1)
+        ]
+        series.append(charts.Series(name_of(served), points))
     return series
 
 
-def _html_acceptance_table(result: CheckResult) -> str:
+def _all_lengths(result: CheckResult) -> html.Folded:
     names = [name_of(each) for each in result.served]
-    heads = ["texts", "count", "steps", OFFLINE, "95% interval", *names]
     rows = [
         [
             row.label,
@@ -343,36 +344,48 @@ def _html_acceptance_table(result: CheckResult) -> str:
         ]
         for row in acceptance_rows(result)
     ]
-    return folded("All numbers", table(heads, rows, words=1))
+    heads = ["texts", "count", "steps", _OFFLINE, "95% interval", *names]
+    return html.Folded("All numbers", [html.Table(heads, rows, text_columns=1)])
 
 
-def _parity(parity: Parity) -> str:
+def _parity(result: CheckResult) -> html.Section | None:
+    parity = result.parity
+    if parity is None:
+        return None
+    blocks: list[html.Block] = [html.Text(f"{parity_words(parity)}.")]
     rows = [
         [name, f"{value:.2e}", f"{parity.allowed[name]:.2e}" if name in parity.allowed else ""]
         for name, value in parity.differences.items()
     ]
-    shown = f"<h2>Parity</h2><p>{escape(parity_words(parity))}.</p>"
-    if not rows:
-        return shown
-    heads = ["tensor", "largest relative difference", "explained by rounding"]
-    differences = table(heads, rows, words=1)
-    return shown + folded("Differences between engine and reference, by tensor", differences)
+    if rows:
+        heads = ["tensor", "largest relative difference", "explained by rounding"]
+        summary = "Differences between engine and reference, by tensor"
+        blocks.append(html.Folded(summary, [html.Table(heads, rows, text_columns=1)]))
+    return html.Section("Parity", blocks)
 
 
-def _lossless(lossless: Lossless) -> str:
-    shown = f"<h2>Losslessness</h2><p>{escape(lossless_words(lossless))}.</p>"
-    if not lossless.divergences:
-        return shown
-    worst = sorted(lossless.divergences, key=lambda each: -each.logit_gap)[:_MOST_DIVERGENCES]
-    rows = [[each.prompt_set, f"{each.position}", f"{each.logit_gap:.3g}"] for each in worst]
-    places = table(["prompts", "position in the answer", "logit gap"], rows, words=1)
-    return shown + folded("Where texts part, the widest gap first", places)
+def _lossless(result: CheckResult) -> html.Section | None:
+    lossless = result.lossless
+    if lossless is None:
+        return None
+    blocks: list[html.Block] = [html.Text(f"{lossless_words(lossless)}.")]
+    worst = sorted(lossless.divergences, key=lambda each: -each.logit_gap)[:_MAX_DIVERGENCES]
+    if worst:
+        rows = [[each.prompt_set, f"{each.position}", f"{each.logit_gap:.3g}"] for each in worst]
+        table = html.Table(["prompts", "position in the answer", "logit gap"], rows, text_columns=1)
+        blocks.append(html.Folded("Where texts differ, largest logit gap first", [table]))
+    return html.Section("Losslessness", blocks)
 
 
-def _tried(result: CheckResult) -> str:
+def _tried(result: CheckResult) -> html.Section | None:
     best = best_tried(result)
     if not best:
-        return ""
+        return None
+    explained = (
+        f"Known causes of rejected drafts, each undone on the same texts: the best {len(best)} of "
+        f"{len(result.tried)} changes. In tokens per block, with a block at every position; right "
+        "of the line is better than the drafter as it is."
+    )
     points = [_point(each.cause, each.difference) for each in best]
     rows = [
         [
@@ -386,23 +399,24 @@ def _tried(result: CheckResult) -> str:
         for each in best
     ]
     heads = ["cause", "change", "before", "after", "difference", "95% interval"]
-    explained = (
-        f"Known causes of rejected drafts, each undone on the same texts: the best {len(best)} of "
-        f"{len(result.tried)} changes, in tokens at each position. Right of the line is better "
-        "than the drafter as it is."
-    )
-    return (
-        f'<h2>What was tried</h2><p class="soft">{explained}</p>'
-        f"{svg.intervals(points, 'gain of each change')}{table(heads, rows, words=2)}"
+    return html.Section(
+        "Changes tried",
+        [
+            html.Text(explained, soft=True),
+            html.Drawing(charts.intervals(points, "gain of each change")),
+            html.Table(heads, rows, text_columns=2),
+        ],
     )
 
 
-def _versions(result: CheckResult) -> str:
+def _versions(result: CheckResult) -> html.Section | None:
     if not result.versions:
-        return ""
+        return None
     rows = [[name, version] for name, version in result.versions.items()]
-    return folded("Versions", table(["", "version"], rows, words=2))
+    return html.Section(
+        "", [html.Folded("Versions", [html.Table(["", "version"], rows, text_columns=2)])]
+    )
 
 
-def _point(label: str, interval: Interval) -> svg.Point:
-    return svg.Point(label, interval.value, interval.low, interval.high)
+def _point(label: str, interval: Interval) -> charts.Point:
+    return charts.Point(label, interval.value, interval.low, interval.high)

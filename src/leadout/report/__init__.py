@@ -1,1 +1,1 @@
-"""What a page without a network is made of: its style and its charts."""
+"""Reports that open without a network: HTML pages and SVG charts."""

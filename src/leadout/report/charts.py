@@ -1,42 +1,63 @@
-"""Small charts as SVG text: bars, intervals, lines and dots, for pages that load nothing.
+"""Charts as SVG text: bars, intervals, lines, dots and scatter plots, drawn by matplotlib.
 
-Colours come from the page through `STYLE`, so that a chart follows light and dark. Every mark has
-its exact number as a tooltip.
+Each function returns a `Chart`; `inline` renders one for an HTML page and `picture` several of
+them, one below the other, as a file of its own. Colours are written into every element and the
+background is white, so that browsers, librsvg and README viewers show the same. The same numbers
+give the same bytes (with the same version of matplotlib), and each chart lists its numbers in a
+`<desc>` element. matplotlib is imported when something is drawn: it takes a second.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING, Any
 
-WIDTH = 680
-STYLE = """
-svg.chart { width: 100%; max-width: 680px; height: auto; font: 12px system-ui, sans-serif; }
-svg.chart text { fill: currentColor; }
-svg.chart .axis { stroke: currentColor; stroke-opacity: .18; }
-svg.chart .origin { stroke: currentColor; stroke-opacity: .6; }
-svg.chart .whisker { stroke: currentColor; stroke-opacity: .75; stroke-width: 1.5; }
-svg.chart .s0 { --c: light-dark(#2563eb, #7aa2ff); }
-svg.chart .s1 { --c: light-dark(#d97706, #f5b04c); }
-svg.chart .s2 { --c: light-dark(#0d9488, #4fd1c5); }
-svg.chart .s3 { --c: light-dark(#be185d, #f472b6); }
-svg.chart .s4 { --c: light-dark(#6d28d9, #c4b5fd); }
-svg.chart .mark { fill: var(--c); }
-svg.chart .line { fill: none; stroke: var(--c); stroke-width: 2; }
-svg.chart .band { fill: var(--c); fill-opacity: .18; }
-svg.chart .near { fill: currentColor; fill-opacity: .07; }
-"""
-_COLOURS = 5
-_RIGHT, _AXIS, _LEGEND = 58, 30, 24
-_LONGEST_LABEL = 30
-_ROOM_FOR_A_NUMBER = 36
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH = 7.2  # inches, of every chart
+_MAX_LABEL = 30  # characters
+_LEGEND_WIDTH = 85  # characters in a row
+_MAX_LABELLED_DOTS = 12  # more of them and their numbers would overlap
+_INK, _SOFT, _GRID = "#1c2330", "#5b6675", "#dfe4ea"
+_COLOURS = ("#2563eb", "#d97706", "#0d9488", "#be185d", "#6d28d9")
+_RC: dict[str, Any] = {
+    "svg.fonttype": "none",  # text stays text: selectable, and small
+    "svg.hashsalt": "leadout",  # ids are the same in every run
+    "text.parse_math": False,  # a label may contain dollar signs
+    "text.color": _INK,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib brings it along
+    "font.size": 9,
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.constrained_layout.w_pad": 0.12,
+    "axes.edgecolor": _SOFT,
+    "axes.labelcolor": _SOFT,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "xtick.color": _SOFT,
+    "xtick.labelcolor": _INK,
+    "ytick.color": _SOFT,
+    "ytick.labelcolor": _INK,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A number with, perhaps, its interval."""
+    """A number, optionally with an interval around it."""
 
     label: str
     value: float
@@ -44,8 +65,15 @@ class Point:
     high: float | None = None
 
     @property
-    def top(self) -> float:
-        return self.value if self.high is None else self.high
+    def bounds(self) -> tuple[float, float]:
+        low = self.value if self.low is None else self.low
+        return low, self.value if self.high is None else self.high
+
+    @property
+    def errors(self) -> tuple[list[float], list[float]]:
+        """Distances from the value to both ends, as matplotlib's error bars take them."""
+        low, high = self.bounds
+        return [max(self.value - low, 0.0)], [max(high - self.value, 0.0)]
 
     def __str__(self) -> str:
         interval = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
@@ -58,233 +86,255 @@ class Series:
     points: Sequence[Point]
 
 
-def bars(series: Sequence[Series], title: str) -> str:
-    """Horizontal bars from zero with whiskers, the series side by side under each label."""
-    labels = list(dict.fromkeys(point.label for one in series for point in one.points))
-    left, bar, gap = _left_margin(labels), 14, 12
-    row = len(series) * bar + gap
-    ticks = _ticks(0.0, max(point.top for one in series for point in one.points))
-    scale = (WIDTH - left - _RIGHT) / ticks[-1]
-    bottom = _LEGEND + len(labels) * row
-    marks = _vertical_grid(ticks, left, scale, bottom)
-    for number, label in enumerate(labels):
-        y = _LEGEND + number * row
-        marks.append(_text(left - 8, y + (row - gap) / 2 + 4, _short(label), "end"))
-        for place, one in enumerate(series):
-            for point in (point for point in one.points if point.label == label):
-                inner = y + place * bar
-                shape = f'x="{left}" y="{inner + 1:.1f}" width="{point.value * scale:.1f}"'
-                marks.append(
-                    f'<g class="{_colour(place)}">{_title(one.name, point)}'
-                    f'<rect class="mark" {shape} height="{bar - 3}" rx="2"/></g>'
-                )
+@dataclass(frozen=True, slots=True)
+class Chart:
+    title: str
+    height: float  # inches
+    numbers: Sequence[str]  # one line for each mark
+    legend: Sequence[str]
+    draw: Callable[[Axes], None]
+
+
+def bars(series: Sequence[Series], title: str) -> Chart:
+    """Horizontal bars from zero with error bars; the series share one group for each label."""
+    labels = _labels(series)
+    thickness = 0.8 / len(series)
+
+    def draw(axes: Axes) -> None:
+        for number, one in enumerate(series):
+            for point in one.points:
+                y = labels.index(point.label) + (number - (len(series) - 1) / 2) * thickness
+                axes.barh(y, point.value, 0.9 * thickness, color=_colour(number))
                 if point.low is not None:
-                    marks.append(_whisker(left, scale, 0.0, point, inner + bar / 2 - 0.5))
-                end = left + point.top * scale + 6
-                marks.append(_text(end, inner + bar - 3, f"{point.value:.2f}", "start"))
-    return _chart(title, bottom + _AXIS, [*_legend(series), *marks])
+                    axes.errorbar(point.value, y, xerr=point.errors, **_ERROR_BAR)
+                _note(axes, f"{point.value:.2f}", (point.bounds[1], y), (4, 0))
+        axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_xlim(0, 1.08 * _highest(series))
+        axes.grid(axis="x")
+
+    height = 0.45 + len(labels) * (0.17 * len(series) + 0.14)
+    return _chart(title, height, series, draw)
 
 
-def intervals(points: Sequence[Point], title: str, origin: float = 0.0) -> str:
-    """A dot and its interval for each label, beside a line at the origin."""
-    left, row = _left_margin([point.label for point in points]), 22
-    lows = [point.value if point.low is None else point.low for point in points]
-    ticks = _ticks(min(origin, *lows), max(origin, *(point.top for point in points)))
-    scale = (WIDTH - left - _RIGHT) / (ticks[-1] - ticks[0])
-    bottom = 8 + len(points) * row
-    marks = _vertical_grid(ticks, left, scale, bottom, top=4)
-    x = left + (origin - ticks[0]) * scale
-    marks.append(f'<line class="origin" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
-    for number, point in enumerate(points):
-        y = 8 + (number + 0.5) * row
-        marks.append(_text(left - 8, y + 4, _short(point.label), "end"))
-        if point.low is not None:
-            marks.append(_whisker(left, scale, ticks[0], point, y))
-        x = left + (point.value - ticks[0]) * scale
-        dot = f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>'
-        marks.append(f'<g class="s0">{_title("", point)}{dot}</g>')
-        marks.append(_text(WIDTH - 4, y + 4, f"{point.value:+.2f}", "end"))
-    return _chart(title, bottom + _AXIS, marks)
+def intervals(points: Sequence[Point], title: str, reference: float = 0.0) -> Chart:
+    """A dot with its interval for each label, beside a line at the reference value."""
+
+    def draw(axes: Axes) -> None:
+        axes.axvline(reference, color=_SOFT, linewidth=1)
+        for y, point in enumerate(points):
+            _dot(axes, point.value, y, point, _colour(0), horizontal=True)
+            _note(axes, f"{point.value:+.2f}", (point.bounds[1], y), (6, 0))
+        axes.set_yticks(range(len(points)), [_short(point.label) for point in points])
+        axes.set_ylim(len(points) - 0.5, -0.5)
+        axes.margins(x=0.08)
+        axes.grid(axis="x")
+
+    return _chart(title, 0.45 + 0.26 * len(points), [Series("", points)], draw)
 
 
-def lines(series: Sequence[Series], title: str, below: str) -> str:
-    """A line for each series over the labels of the longest, with a band where there is one."""
+def lines(series: Sequence[Series], title: str, xlabel: str, ylabel: str = "") -> Chart:
+    """A line for each series over the labels of the longest one, with a band for its intervals."""
     labels = [point.label for point in max(series, key=lambda one: len(one.points)).points]
-    left, height = 48, 190
-    ticks = _ticks(0.0, max(point.top for one in series for point in one.points))
-    scale = height / ticks[-1]
-    step = (WIDTH - left - _RIGHT) / max(len(labels) - 1, 1)
-    bottom = _LEGEND + height
-    marks = _level_grid(ticks, left, scale, bottom)
-    marks += [
-        _text(left + i * step, bottom + 18, _short(x), "middle") for i, x in enumerate(labels)
-    ]
-    marks.append(_text(left + (WIDTH - left - _RIGHT) / 2, bottom + 38, below, "middle"))
-    for place, one in enumerate(series):
-        at = [(left + i * step, point) for i, point in enumerate(one.points)]
-        band = [f"{x:.1f},{bottom - p.top * scale:.1f}" for x, p in at if p.low is not None]
-        band += [f"{x:.1f},{bottom - p.low * scale:.1f}" for x, p in at[::-1] if p.low is not None]
-        path = " ".join(f"{x:.1f},{bottom - p.value * scale:.1f}" for x, p in at)
-        dots = "".join(
-            f'<g>{_title(one.name, p)}<circle class="mark" cx="{x:.1f}" '
-            f'cy="{bottom - p.value * scale:.1f}" r="3.5"/></g>'
-            for x, p in at
-        )
-        shade = f'<polygon class="band" points="{" ".join(band)}"/>' if band else ""
-        line = f'<polyline class="line" points="{path}"/>'
-        marks.append(f'<g class="{_colour(place)}">{shade}{line}{dots}</g>')
-    return _chart(title, bottom + 48, [*_legend(series), *marks])
+
+    def draw(axes: Axes) -> None:
+        for number, one in enumerate(series):
+            places = range(len(one.points))
+            values = [point.value for point in one.points]
+            axes.plot(places, values, "o-", color=_colour(number), markersize=4, linewidth=1.6)
+            if any(point.low is not None for point in one.points):
+                low, high = zip(*(point.bounds for point in one.points), strict=True)
+                axes.fill_between(places, low, high, color=_colour(number), alpha=0.18, linewidth=0)
+        axes.set_xticks(range(len(labels)), [_short(label) for label in labels])
+        axes.set_ylim(0, 1.08 * _highest(series))
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.grid(axis="y")
+
+    return _chart(title, 2.5, series, draw)
 
 
-def against(series: Sequence[Series], title: str, below: str, level: float = 1.0) -> str:
-    """Dots with upright whiskers over the labels, beside a line at the level to compare with."""
-    labels = list(dict.fromkeys(point.label for one in series for point in one.points))
-    left, height = 48, 190
-    points = [point for one in series for point in one.points]
-    lows = [point.value if point.low is None else point.low for point in points]
-    ticks = _ticks(min(level, *lows), max(level, *(point.top for point in points)))
-    scale = height / (ticks[-1] - ticks[0])
-    bottom = _LEGEND + height
-    step = (WIDTH - left - _RIGHT) / len(labels)
-    marks = [*_level_grid(ticks, left, scale, bottom)]
-    y = bottom - (level - ticks[0]) * scale
-    end = WIDTH - _RIGHT
-    marks.append(f'<line class="origin" x1="{left}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    for number, label in enumerate(labels):
-        marks.append(_text(left + (number + 0.5) * step, bottom + 18, _short(label), "middle"))
-    marks.append(_text(left + (end - left) / 2, bottom + 38, below, "middle"))
-    apart = min(46.0, 0.85 * step / len(series))  # whiskers of one label stand side by side
-    for place, one in enumerate(series):
-        aside = (place - (len(series) - 1) / 2) * apart
-        inner = []
-        for point in one.points:
-            x = left + (labels.index(point.label) + 0.5) * step + aside
-            y = bottom - (point.value - ticks[0]) * scale
-            if point.low is not None:
-                inner.append(_upright_whisker(x, bottom, scale, ticks[0], point))
-            dot = f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-            inner.append(f"<g>{_title(one.name, point)}{dot}</g>")
-            if apart >= _ROOM_FOR_A_NUMBER:
-                inner.append(_text(x + 7, y + 4, f"{point.value:.2f}", "start"))
-        marks.append(f'<g class="{_colour(place)}">{"".join(inner)}</g>')
-    return _chart(title, bottom + 48, [*_legend(series), *marks])
+def dots(
+    series: Sequence[Series], title: str, xlabel: str, ylabel: str = "", reference: float = 1.0
+) -> Chart:
+    """Dots with error bars, side by side over each label, and a line at the reference value."""
+    labels = _labels(series)
+    spacing = 0.8 / len(series)
+    has_numbers = len(labels) * len(series) <= _MAX_LABELLED_DOTS
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(reference, color=_SOFT, linewidth=1)
+        for number, one in enumerate(series):
+            for point in one.points:
+                x = labels.index(point.label) + (number - (len(series) - 1) / 2) * spacing
+                _dot(axes, x, point.value, point, _colour(number), horizontal=False)
+                if has_numbers:
+                    _note(axes, f"{point.value:.2f}", (x, point.value), (6, 0))
+        axes.set_xticks(range(len(labels)), [_short(label) for label in labels])
+        axes.set_xlim(-0.5, len(labels) - 0.5)
+        axes.margins(y=0.08)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.grid(axis="y")
+
+    return _chart(title, 2.5, series, draw)
 
 
 def scatter(
     series: Sequence[tuple[str, Sequence[tuple[str, float, float]]]],
     title: str,
-    names: tuple[str, str],
+    axis_names: tuple[str, str],
     margin: float,
-) -> str:
-    """Points (label, x, y) on equal axes, the diagonal, and a band of this share around it."""
-    values = [value for _, points in series for _, x, y in points for value in (x, y)]
-    ticks = _ticks(0.0, max(values))
-    left, size = 58, 360
-    scale = size / ticks[-1]
-    bottom = _LEGEND + size
+) -> Chart:
+    """Points (label, x, y) on equal axes, with a band of this relative width around x = y."""
+    xlabel, ylabel = axis_names
+    highest = max(value for _, points in series for _, x, y in points for value in (x, y))
+    end = 1.05 * (highest or 1.0)
 
-    def at(x: float, y: float) -> str:
-        return f"{left + x * scale:.1f},{bottom - y * scale:.1f}"
+    def draw(axes: Axes) -> None:
+        around = ([0, end * (1 - margin)], [0, end * (1 + margin)])
+        axes.fill_between([0, end], *around, color=_SOFT, alpha=0.12, linewidth=0)
+        axes.plot([0, end], [0, end], color=_SOFT, linewidth=1)
+        for number, (_, points) in enumerate(series):
+            at = [x for _, x, _ in points], [y for _, _, y in points]
+            axes.plot(*at, "o", color=_colour(number), markersize=5, alpha=0.8)
+        axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, end), ylim=(0, end * (1 + margin)))
+        axes.set_aspect("equal", anchor="W")
+        axes.grid()
 
-    most = ticks[-1]
-    band = [at(0, 0), at(most / (1 + margin), most), at(most, most), at(most, most * (1 - margin))]
-    marks = [f'<polygon class="near" points="{" ".join(band)}"/>']
-    for tick in ticks:
-        x, y = left + tick * scale, bottom - tick * scale
-        marks.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_LEGEND}" y2="{bottom}"/>')
-        marks.append(
-            f'<line class="axis" x1="{left}" x2="{left + size}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    numbers = [
+        f"{name}, {label}: {xlabel} {x:.3f}, {ylabel} {y:.3f}"
+        for name, points in series
+        for label, x, y in points
+    ]
+    return Chart(title, 4.4, numbers, [name for name, _ in series], draw)
+
+
+def inline(chart: Chart) -> str:
+    """One chart for an HTML page, which has its heading."""
+    # HTML needs no namespaces, and a page without any address is easily seen to load nothing.
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", _render([chart], with_headings=False))
+
+
+def picture(charts: Sequence[Chart]) -> str:
+    """Charts one below the other, each under its title, as an SVG file."""
+    return f"{_render(charts, with_headings=True)}\n"
+
+
+_ERROR_BAR: dict[str, Any] = {
+    "fmt": "none",
+    "ecolor": _INK,
+    "elinewidth": 1.1,
+    "capsize": 2.5,
+    "capthick": 1.1,
+}
+
+
+def _chart(
+    title: str, height: float, series: Sequence[Series], draw: Callable[[Axes], None]
+) -> Chart:
+    numbers = [
+        f"{one.name}, {point}" if one.name else str(point) for one in series for point in one.points
+    ]
+    return Chart(title, height, numbers, [one.name for one in series if one.name], draw)
+
+
+def _render(charts: Sequence[Chart], *, with_headings: bool) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    heights = [chart.height + 0.19 * _legend_rows(chart) + 0.3 * with_headings for chart in charts]
+    text = io.StringIO()
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a glyph that the font does not have
+        matplotlib.rcdefaults()  # whatever a user's matplotlibrc says
+        settings: Any = matplotlib.rcParams
+        settings.update(_RC)
+        figure = Figure(figsize=(_WIDTH, sum(heights) + 0.1), layout="constrained")
+        rows = figure.subplots(len(charts), squeeze=False, height_ratios=heights)[:, 0]
+        for chart, axes in zip(charts, rows, strict=True):
+            chart.draw(axes)
+            _add_legend(axes, chart)
+            if with_headings:
+                axes.set_title(chart.title, pad=6 + 14 * _legend_rows(chart))
+            axes.tick_params(bottom=False, left=False)
+            for artist in axes.findobj():
+                artist.set_clip_on(False)  # the axes enclose everything
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=nothing)
+    return _cleaned(text.getvalue(), charts)
+
+
+def _cleaned(text: str, charts: Sequence[Chart]) -> str:
+    """Without prolog and generated ids, with an accessible name and the numbers."""
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    # matplotlib's style sheet would apply to the whole page, and says this only:
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
+    title = escape(_plain("; ".join(chart.title for chart in charts)))
+    numbers = escape(_plain("\n".join(line for chart in charts for line in chart.numbers)))
+    start = f'<svg class="chart" role="img" aria-label="{title}" stroke-linejoin="round"'
+    head, _, body = text.strip().partition(">")
+    body = re.sub(r"\n\s*", "\n", body).lstrip("\n")
+    return f"{head.replace('<svg', start, 1)}>\n<desc>{numbers}</desc>\n{body}"
+
+
+def _add_legend(axes: Axes, chart: Chart) -> None:
+    from matplotlib.patches import Patch
+
+    rows = _legend_rows(chart)
+    if rows:
+        patches = [
+            Patch(color=_colour(number), label=_short(name))
+            for number, name in enumerate(chart.legend)
+        ]
+        axes.legend(
+            handles=patches,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=math.ceil(len(patches) / rows),
+            borderaxespad=0,
+            borderpad=0.2,
+            handlelength=0.9,
+            handleheight=0.9,
+            handletextpad=0.5,
+            columnspacing=1.4,
         )
-        marks.append(_text(x, bottom + 18, f"{tick:g}", "middle"))
-        marks.append(_text(left - 8, y + 4, f"{tick:g}", "end"))
-    marks.append(f'<polyline class="origin" points="{at(0, 0)} {at(most, most)}"/>')
-    for place, (_, points) in enumerate(series):
-        for label, x, y in points:
-            tip = escape(f"{label}: {names[0]} {x:.3f}, {names[1]} {y:.3f}")
-            cx, cy = at(x, y).split(",")
-            dot = f'<circle class="mark" cx="{cx}" cy="{cy}" r="4" fill-opacity=".8"/>'
-            marks.append(f'<g class="{_colour(place)}"><title>{tip}</title>{dot}</g>')
-    marks.append(_text(left + size / 2, bottom + 38, names[0], "middle"))
-    marks.append(_text(left + size + 10, _LEGEND + 12, f"height: {names[1]}", "start"))
-    legend = _legend([Series(name, []) for name, _ in series])
-    return _chart(title, bottom + 48, [*legend, *marks])
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Four to nine round numbers that enclose the range."""
-    span = max(high - low, 1e-9)
-    power = 10.0 ** math.floor(math.log10(span / 4))
-    step = max(size * power for size in (1.0, 2.0, 5.0) if size * power <= span / 4)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(number * step, 12) for number in range(first, max(last, first + 1) + 1)]
+def _legend_rows(chart: Chart) -> int:
+    if len(chart.legend) < 2:
+        return 0
+    return math.ceil(sum(len(_short(name)) + 5 for name in chart.legend) / _LEGEND_WIDTH)
 
 
-def _vertical_grid(
-    ticks: Sequence[float], left: float, scale: float, bottom: float, top: float = _LEGEND
-) -> list[str]:
-    marks = []
-    for tick in ticks:
-        x = left + (tick - ticks[0]) * scale
-        marks.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom:.1f}"/>')
-        marks.append(_text(x, bottom + 18, f"{tick:g}", "middle"))
-    return marks
+def _dot(axes: Axes, x: float, y: float, point: Point, colour: str, *, horizontal: bool) -> None:
+    if point.low is not None:
+        errors: dict[str, Any] = {"xerr" if horizontal else "yerr": point.errors}
+        axes.errorbar(x, y, **(_ERROR_BAR | errors | {"ecolor": colour}))
+    axes.plot([x], [y], "o", color=colour, markersize=6)
 
 
-def _level_grid(ticks: Sequence[float], left: float, scale: float, bottom: float) -> list[str]:
-    marks, end = [], WIDTH - _RIGHT
-    for tick in ticks:
-        y = bottom - (tick - ticks[0]) * scale
-        marks.append(f'<line class="axis" x1="{left}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(_text(left - 8, y + 4, f"{tick:g}", "end"))
-    return marks
+def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float]) -> None:
+    axes.annotate(text, at, offset, textcoords="offset points", va="center", fontsize=8)
 
 
-def _upright_whisker(x: float, bottom: float, scale: float, start: float, point: Point) -> str:
-    assert point.low is not None
-    low, high = (bottom - (value - start) * scale for value in (point.low, point.top))
-    ends = "".join(f"M{x - 3:.1f} {y:.1f}H{x + 3:.1f}" for y in (low, high))
-    return f'<path class="whisker" d="M{x:.1f} {low:.1f}V{high:.1f}{ends}"/>'
+def _labels(series: Sequence[Series]) -> list[str]:
+    return list(dict.fromkeys(point.label for one in series for point in one.points))
 
 
-def _whisker(left: float, scale: float, start: float, point: Point, y: float) -> str:
-    assert point.low is not None
-    low, high = (left + (value - start) * scale for value in (point.low, point.top))
-    ends = "".join(f"M{x:.1f} {y - 3:.1f}V{y + 3:.1f}" for x in (low, high))
-    return f'<path class="whisker" d="M{low:.1f} {y:.1f}H{high:.1f}{ends}"/>'
+def _highest(series: Sequence[Series]) -> float:
+    """The end of an axis that starts at zero."""
+    return max(point.bounds[1] for one in series for point in one.points) or 1.0
 
 
-def _legend(series: Sequence[Series]) -> list[str]:
-    marks, x = [], 4.0
-    for place, one in enumerate(series):
-        square = f'<rect class="mark" x="{x:.1f}" y="4" width="10" height="10" rx="2"/>'
-        marks.append(
-            f'<g class="{_colour(place)}">{square}</g>{_text(x + 15, 13, one.name, "start")}'
-        )
-        x += 34 + 7 * len(one.name)
-    return marks
-
-
-def _left_margin(labels: Sequence[str]) -> float:
-    return 14 + 7 * max(len(_short(label)) for label in labels)
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
+    label = _plain(label)
+    return label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
 
 
-def _colour(place: int) -> str:
-    return f"s{place % _COLOURS}"
-
-
-def _title(series: str, point: Point) -> str:
-    return f"<title>{escape(f'{series}, {point}' if series else str(point))}</title>"
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _chart(title: str, height: float, marks: Sequence[str]) -> str:
-    box = f'viewBox="0 0 {WIDTH} {height:.0f}"'
-    label = f'role="img" aria-label="{escape(title)}"'
-    return f'<svg class="chart" {box} {label}>{"".join(marks)}</svg>'
+def _plain(text: str) -> str:
+    """Without control characters, which XML does not allow."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

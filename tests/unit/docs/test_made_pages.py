@@ -15,7 +15,12 @@ PAGES = sorted(DOCS.rglob("*.md"))
 @pytest.mark.parametrize("name", draw_figures.FIGURES)
 def test_figures_are_drawn_from_the_results(name: str) -> None:
     committed = (DOCS / "figures" / f"{name}.svg").read_text()
-    assert committed == draw_figures.FIGURES[name](), "run docs/build/draw_figures.py"
+    drawn = draw_figures.FIGURES[name]()
+    if "<desc>" in drawn:  # charts: other versions of matplotlib place the same numbers elsewhere
+        committed, drawn = (text.partition("</desc>")[0] for text in (committed, drawn))
+        committed, drawn = (text.partition("<desc>")[2] for text in (committed, drawn))
+        assert committed
+    assert committed == drawn, "run docs/build/draw_figures.py"
 
 
 def test_every_figure_is_drawn_by_the_script_and_used() -> None:

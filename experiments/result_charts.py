@@ -1,0 +1,134 @@
+"""Draw the charts and pages beside committed results, from their JSON files.
+
+    python experiments/result_charts.py
+
+Experiments draw their own; this draws all of them again after a change of the charts.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from leadout.bench import report as bench_report
+from leadout.bench.results import BenchResult
+from leadout.report.charts import Chart, Point, Series, bars, dots, lines, picture
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+PHASES = ("humaneval", "translation", "gsm8k")
+
+
+def live(found: dict[str, Any]) -> str:
+    """Throughput ratios; error bars are the smallest and the largest round."""
+    charts = []
+    if "traffic" in found:
+        rounds = found["traffic"]["rounds"]
+        for concurrency in dict.fromkeys(each["concurrency"] for each in rounds):
+            here = [each for each in rounds if each["concurrency"] == concurrency]
+            charts.append(_traffic(here, concurrency))
+    for part, key, other, title, xlabel in (
+        (
+            "useless",
+            "concurrency",
+            "bare",
+            "A drafter with random weights: live control over bare vLLM",
+            "concurrent requests",
+        ),
+        (
+            "copying",
+            "category",
+            "without",
+            "With prompt lookup: live control over the same without it",
+            "kind of text",
+        ),
+    ):
+        if part in found:
+            rounds = found[part]["rounds"]
+            points = [
+                _point(str(label), [r["live"] / r[other] for r in rounds if r[key] == label])
+                for label in dict.fromkeys(each[key] for each in rounds)
+            ]
+            charts.append(dots([Series("live", points)], title, xlabel, "ratio"))
+    return picture(charts)
+
+
+def _traffic(rounds: Sequence[dict[str, Any]], concurrency: int) -> Chart:
+    bare = {each["round"]: each["phases"] for each in rounds if each["arm"] == "bare"}
+
+    def ratios(arm: str, phase: str) -> list[float]:
+        return [
+            each["phases"][phase] / bare[each["round"]][phase]
+            for each in rounds
+            if each["arm"] == arm
+        ]
+
+    arms = [arm for arm in dict.fromkeys(each["arm"] for each in rounds) if arm != "bare"]
+    series = [Series(arm, [_point(phase, ratios(arm, phase)) for phase in PHASES]) for arm in arms]
+    title = f"Changing traffic at concurrency {concurrency}: speed-up over bare vLLM"
+    return dots(series, title, "phase of the run", "speed-up")
+
+
+def _point(label: str, ratios: Sequence[float]) -> Point:
+    return Point(label, statistics.median(ratios), min(ratios), max(ratios))
+
+
+def learn(result: dict[str, Any]) -> str:
+    """Acceptance length during training, and as served before and after the swap."""
+    curve = result["learnt"]["adaptation"]["curve"]
+
+    def series(name: str, length: Callable[[dict[str, float]], float]) -> Series:
+        return Series(name, [Point(str(at["step"]), length(at["by_source"])) for at in curve])
+
+    learning = lines(
+        [
+            series("traffic", lambda lengths: lengths["traffic"]),
+            series(
+                "replay, mean over sources",
+                lambda lengths: statistics.fmean(
+                    length for name, length in lengths.items() if name != "traffic"
+                ),
+            ),
+        ],
+        "Acceptance length on held-out text during training",
+        f"training steps, {result['training_minutes']:.0f} minutes in total",
+        "tokens per step",
+    )
+    served = bars(
+        [
+            Series(when, [Point(name, **found[when]) for name, found in result["sets"].items()])
+            for when in ("before", "after")
+        ],
+        "Acceptance length as served, before and after the swap",
+    )
+    return picture([learning, served])
+
+
+def _drawn(draw: Callable[[dict[str, Any]], str], name: str) -> str:
+    return draw(json.loads((RESULTS / name).read_text()))
+
+
+def _bench(draw: Callable[[BenchResult], str], name: str) -> str:
+    return draw(BenchResult.model_validate_json((RESULTS / "bench" / name).read_text()))
+
+
+FILES: dict[str, Callable[[], str]] = {
+    "results/bench/smollm2.svg": partial(_bench, bench_report.picture, "smollm2.json"),
+    "results/bench/smollm2.html": partial(_bench, bench_report.page, "smollm2.json"),
+    "results/bench/random.svg": partial(_bench, bench_report.picture, "random.json"),
+    "results/bench/random.html": partial(_bench, bench_report.page, "random.json"),
+    "results/live/smollm2.svg": partial(_drawn, live, "live/smollm2.json"),
+    "results/learn/smollm2.svg": partial(_drawn, learn, "learn/smollm2.json"),
+}
+
+
+def main() -> None:
+    for name, draw in FILES.items():
+        (ROOT / name).write_text(draw())
+        print(f"wrote {name}")
+
+
+if __name__ == "__main__":
+    main()
