@@ -25,7 +25,7 @@ from typing import Any
 from rich.progress import track
 
 from common import tokens_per_second
-from leadout.engine.capture_store import segments
+from leadout.engine.capture_store import segment_paths
 from leadout.engine.settings import CAPTURE, SCHEDULER, CaptureSettings, with_section
 from leadout.provenance import Provenance
 from leadout.shards import read_shard
@@ -81,7 +81,7 @@ def main() -> None:
             }
             captures[arm].close()
             numbers[arm] = captures[arm].numbers.model_dump()
-        written = sum(1 for path in segments(Path(folder)) for _ in read_shard(path))
+        written = sum(1 for path in segment_paths(Path(folder)) for _ in read_shard(path))
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "unit": "output tokens per second, and their ratio to those without capture",

@@ -148,7 +148,7 @@ def useless(arguments: Any) -> dict[str, Any]:
 
 def copying(arguments: Any) -> dict[str, Any]:
     live = ["--draft", str(arguments.drafter), "--tuned", str(arguments.tuned), "--live"]
-    without = {"leadout": {"live": {"copy_match": 0}}}
+    without = {"leadout": {"live": {"prompt_lookup_min_match": 0}}}
     arms = {"live": live, "without": [*live, "--additional-config", json.dumps(without)]}
     rounds: list[dict[str, Any]] = []
     with stage(arguments, arms) as run:

@@ -19,16 +19,16 @@ class FileError(LeadoutError):
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mode: int | None = None) -> Iterator[Path]:
     """A temporary path in the same folder that takes the final name once it is on the disk.
 
     Readers see the old file or the new one, never a part of it, also after a power failure. The
-    mode of the new file follows the umask, whatever library wrote it.
+    mode of the new file follows the umask, whatever library wrote it, unless `mode` is given.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
-        temporary.chmod(0o666 & ~_umask())
+        temporary.chmod(0o666 & ~_umask() if mode is None else mode)
         flush_to_disk(temporary)
         temporary.replace(path)
         flush_to_disk(path.parent)
@@ -36,9 +36,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int | None = None) -> None:
     """Replace a text file atomically."""
-    with replacing(path) as temporary:
+    with replacing(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from leadout.engine.capture_store import read_info, segments
+from leadout.engine.capture_store import read_info, segment_paths
 from leadout.engine.rollout import ServedNumbers
 from leadout.engine.settings import (
     CAPTURE,
@@ -78,7 +78,7 @@ def asked(llm: Any, temperature: float = 0.0, **extra: Any) -> list[list[int]]:
 
 
 def kept_in(folder: Path) -> list[Sample]:
-    found = [sample for path in segments(folder) for _, sample in read_shard(path)]
+    found = [sample for path in segment_paths(folder) for _, sample in read_shard(path)]
     return sorted(found, key=lambda sample: len(sample.prompt), reverse=True)
 
 

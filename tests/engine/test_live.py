@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from leadout.checkpoints import write_checkpoint
 from leadout.control.policy import Decision, Policy
 from leadout.engine.scheduler import LiveAsyncScheduler, LiveScheduler
-from leadout.engine.settings import LiveSettings, engine_settings
+from leadout.engine.settings import LiveSettings
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import ROOT, tiny_llama
+from support.tiny_engine import live_engine_arguments
 
 K = TINY_DRAFTER.max_draft_tokens
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
@@ -123,7 +124,7 @@ def live(engine: Open, pair: tuple[Path, Path]) -> Open:
                 "model": str(pair[1]),
                 "num_speculative_tokens": K,
             },
-            **engine_settings(settings, {}),
+            **live_engine_arguments(settings),
         )
 
     return open_engine
@@ -251,7 +252,7 @@ def test_a_stop_token_among_the_drafts_ends_the_answer_where_bare_vllm_ends_it(
     ask = SamplingParams(
         temperature=0.0, max_tokens=TOKENS, stop_token_ids=[stop], ignore_eos=True, detokenize=False
     )
-    with live(LiveSettings(copy_match=1)) as llm:
+    with live(LiveSettings(prompt_lookup_min_match=1)) as llm:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], [ask], use_tqdm=False)
     assert list(output.outputs[0].token_ids) == whole[: whole.index(stop) + 1]
 
@@ -262,7 +263,7 @@ def test_a_stop_string_ends_the_answer_where_bare_vllm_ends_it(
     whole, stopped = bare_engine_said
     assert stopped
     assert all(0 < len(tokens) < TOKENS for _, tokens in stopped)
-    with live(LiveSettings(copy_match=1)) as llm:
+    with live(LiveSettings(prompt_lookup_min_match=1)) as llm:
         scheduler_of(llm)._control._policy = Whim(seed=3)
         assert stopped_answers(llm, whole) == stopped
 
@@ -299,7 +300,7 @@ def test_settings_that_cannot_be_read_leave_vllm_as_it_is(
 
 
 def test_without_a_drafter_the_scheduler_is_vllms(engine: Open, pair: tuple[Path, Path]) -> None:
-    with engine(pair[0], **engine_settings(DEFAULTS, {})) as llm:
+    with engine(pair[0], **live_engine_arguments(DEFAULTS)) as llm:
         assert type(scheduler_of(llm)).__module__.startswith("vllm.")
 
 

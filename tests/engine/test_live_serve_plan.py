@@ -12,7 +12,7 @@ import pytest
 from leadout.control.tuned_file import Model, write_tuned
 from leadout.engine.pair import UnfitPairError
 from leadout.engine.serve_plan import Plan, Request, make_plan, vllm_config_of
-from leadout.engine.settings import SCHEDULER, LiveSettings, settings_of
+from leadout.engine.settings import LIVE, SCHEDULER, LiveSettings, read_section
 from leadout.models import fingerprint
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.models import tiny_llama
@@ -45,7 +45,7 @@ def test_live_control_reaches_vllms_config(pair: tuple[Path, Path]) -> None:
     plan = plan_of(pair, "--additional-config", '{"other": 1}')
     config = config_of(plan, pair[0])
     assert config.scheduler_config.scheduler_cls == SCHEDULER
-    assert settings_of(config) == LiveSettings()
+    assert read_section(config, LIVE, LiveSettings) == LiveSettings()
     assert config.additional_config["other"] == 1
     assert config.speculative_config.num_speculative_tokens == K
     assert any(note.startswith("--live: K is the most") for note in plan.notes)
@@ -62,7 +62,7 @@ def test_a_tuned_file_is_the_start_and_not_a_table(pair: tuple[Path, Path], tmp_
     speculation = json.loads(plan.command[plan.command.index("--speculative-config") + 1])
     assert speculation["num_speculative_tokens"] == K
     assert "num_speculative_tokens_per_batch_size" not in speculation
-    assert settings_of(config_of(plan, pair[0])).tuned == path.resolve()
+    assert read_section(config_of(plan, pair[0]), LIVE, LiveSettings).tuned == path.resolve()
 
 
 def test_another_scheduler_or_method_or_replicas_are_refused(pair: tuple[Path, Path]) -> None:

@@ -100,7 +100,7 @@ def test_what_does_not_go_together_is_refused(
     with pytest.raises(UnfitPairError, match="--registry: found speculation by ngram"):
         plan_of(target, "--speculative-config", ngram, **ours)
     redactor = '{"leadout": {"capture": {"redactor": "os:system"}}}'
-    with pytest.raises(UnfitPairError, match="found 'os:system', wanted one of"):
+    with pytest.raises(UnfitPairError, match="is 'os:system', expected one of"):
         plan_of(
             target, "--additional-config", redactor, capture=CaptureSettings(folder=tmp_path / "c")
         )
@@ -115,7 +115,7 @@ def test_another_targets_registry_or_traffic_is_refused(
         plan_of(target, registry=registry.folder)
     other = CaptureInfo(target="other", target_fingerprint="ab")
     (tmp_path / INFO).write_text(other.model_dump_json())
-    with pytest.raises(UnfitPairError, match="found traffic of other"):
+    with pytest.raises(UnfitPairError, match="holds traffic of other"):
         plan_of(target, capture=CaptureSettings(folder=tmp_path))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from leadout.engine.admin import KEY
-from leadout.engine.capture_store import segments
+from leadout.engine.capture_store import segment_paths
 from leadout.engine.serve_plan import Request, make_plan
 from leadout.engine.server import Server
 from leadout.engine.settings import CaptureSettings
@@ -220,7 +220,7 @@ def test_captured_traffic_is_what_was_served(
     deadline = time.monotonic() + 10
     kept: list[Any] = []
     while not any(sample.prompt == loud for sample in kept) and time.monotonic() < deadline:
-        kept = [one for path in segments(world.capture) for _, one in read_shard(path)]
+        kept = [one for path in segment_paths(world.capture) for _, one in read_shard(path)]
         time.sleep(0.2)
     assert [sample.response for sample in kept if sample.prompt == loud] == [said]
     assert not any(sample.prompt == silent for sample in kept)

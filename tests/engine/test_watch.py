@@ -19,7 +19,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from leadout.engine import metrics as watch
-from leadout.engine.capture import CaptureNumbers
+from leadout.engine.capture import CaptureCounters
 from leadout.engine.live import LiveNumbers, numbers_file, write_numbers
 from leadout.engine.metrics import AcceptanceWatch
 from leadout.engine.plugin import SWITCH
@@ -191,7 +191,7 @@ def test_captures_counters_stand_there_also_without_a_drafter(
     captures.additional_config = {"leadout": {"capture": {"folder": "traffic"}}}
     AcceptanceWatch(vllm_config=captures, engine_indexes=[0])
     assert "leadout:captured" not in generate_latest(registry).decode()
-    write_small(CaptureNumbers(captured=5, disk=2), small_file("capture", "a-test", 0))
+    write_small(CaptureCounters(captured=5, disk=2), small_file("capture", "a-test", 0))
     shown = parse(generate_latest(registry).decode())
     assert shown["leadout:captured_requests_total", "name", "0"] == 5
     assert shown["leadout:capture_dropped_requests_total", "name", "0", "disk"] == 2

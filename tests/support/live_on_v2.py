@@ -7,7 +7,7 @@ import random
 import sys
 from typing import Any
 
-from support.tiny_engine import let_triton_interpret
+from support.tiny_engine import let_triton_interpret, live_engine_arguments
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from leadout.control.policy import Decision, Policy
-    from leadout.engine.settings import LiveSettings, engine_settings
+    from leadout.engine.settings import LiveSettings
 
     most = int(draft_tokens)
     draws = random.Random(0)
@@ -44,7 +44,7 @@ def main() -> None:
             "model": drafter,
             "num_speculative_tokens": most,
         },
-        **engine_settings(LiveSettings(), {}),
+        **live_engine_arguments(LiveSettings()),
     )
     control = llm.llm_engine.engine_core.engine_core.scheduler._control
     control._policy = Whim(most)

@@ -11,7 +11,10 @@ import argparse
 import json
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leadout.engine.settings import LiveSettings
 
 PROMPTS = ([5, 9, 2, 44, 7, 7, 31, 200, 13], [60, 61, 62, 300])
 TOKENS = 12
@@ -28,6 +31,13 @@ def let_triton_interpret() -> None:
             return True
 
     triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+
+
+def live_engine_arguments(settings: LiveSettings) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM` that switch live control on."""
+    from leadout.engine.settings import LIVE, SCHEDULER, with_section
+
+    return {"scheduler_cls": SCHEDULER, "additional_config": with_section({}, LIVE, settings)}
 
 
 def record_proposals(runner: Any) -> list[list[int]]:

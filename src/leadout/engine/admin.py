@@ -25,7 +25,7 @@ from leadout.checkpoints import read_checkpoint
 from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import NUMBERS, Follower, ServingDrafter
-from leadout.engine.settings import registry_of, version_at_start
+from leadout.engine.settings import followed_registry, version_of_drafter
 from leadout.engine.small_files import small_file
 
 logger = logging.getLogger("vllm.leadout")  # governed by VLLM_LOGGING_LEVEL
@@ -54,12 +54,12 @@ class AdminPlugin:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         registry = None
         if engine_client is not None and os.environ.get(SWITCH) != "0":
-            registry = registry_of(engine_client.vllm_config)
+            registry = followed_registry(engine_client.vllm_config)
         if registry is None:
             return
         config = engine_client.vllm_config
         speculation = config.speculative_config
-        version = None if speculation is None else version_at_start(registry, speculation.model)
+        version = None if speculation is None else version_of_drafter(registry, speculation.model)
         if version is None:
             logger.error(
                 "Leadout does not follow %s: found a drafter that is no version of it. Start the "

@@ -1,14 +1,14 @@
-"""Keeps the token ids of finished requests, and never makes a request wait.
+"""Capture of served traffic: keeps the token ids of finished requests, without delaying any.
 
-The scheduler offers a request and goes on; a thread of its own writes. Where the disk is full or
-slow, or the thread is behind, requests are left out and counted.
+The scheduler hands a finished request over and goes on; a thread writes it. When that thread or the
+disk cannot keep up, requests are dropped and counted.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,37 +18,53 @@ from typing import Any
 from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict
-from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from leadout.engine.capture_store import SOURCE, Segments, about_target, sample_id
-from leadout.engine.settings import CAPTURE, Redactor, SectionError, capture_settings, load_redactor
+from leadout.engine.capture_store import SOURCE, SegmentWriter, info_of_target, sample_id
+from leadout.engine.fail_safe import FailSafe
+from leadout.engine.settings import (
+    CAPTURE,
+    CaptureSettings,
+    EngineSettingsError,
+    Redactor,
+    load_redactor,
+    read_section,
+)
 from leadout.engine.small_files import small_file, write_small
 from leadout.shards import Sample, ShardError
 
-MOST_WAITING = 256  # requests
-REST_AFTER_ERROR = 1.0  # seconds in which a full disk is not tried again
+logger = logging.getLogger("vllm.leadout")
+
+REQUEST_ARGUMENT = "leadout_capture"  # in a request's `vllm_xargs`
+ON = "on"  # any other value opts the request out
+
+MAX_QUEUED = 256  # requests
+SECONDS_BEFORE_RETRY = 1.0  # after an error of the disk
 SECONDS_BETWEEN_LOG_LINES = 60.0
-SECONDS_BETWEEN_TIDYING = 60.0
-SECONDS_BETWEEN_NUMBERS = 1.0
+SECONDS_BETWEEN_EXPIRIES = 60.0
+SECONDS_BETWEEN_COUNTERS = 1.0
+
+# An aborted or failed request has no complete response. One that ended at a stop string looks
+# aborted too, since vLLM finds stop strings in its API process.
+COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-class CaptureNumbers(BaseModel):
-    """Requests since the start of the server."""
+class CaptureCounters(BaseModel):
+    """Requests since the server started."""
 
     model_config = ConfigDict(extra="forbid")
 
     captured: int = 0
-    too_slow: int = 0  # left out: the writer was behind
-    disk: int = 0  # left out: the disk refused them
-    redacted: int = 0  # left out: the redactor wanted it, or failed
+    too_slow: int = 0  # dropped: the queue was full
+    disk: int = 0  # dropped: the disk reported an error
+    redacted: int = 0  # dropped by the redactor, or because it failed
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A request with its whole answer."""
+class FinishedRequest:
+    """A request with its complete response."""
 
-    request: str
+    id: str
     prompt: list[int]
     response: list[int]
     temperature: float
@@ -56,163 +72,142 @@ class Finished:
 
 
 class Capture:
-    """A bounded queue and the thread that empties it into segments."""
+    """A bounded queue of finished requests and the thread that writes them."""
 
     def __init__(
-        self,
-        segments: Segments,
-        *,
-        rate: float,
-        redact: Redactor,
-        numbers_path: Path,
-        say: Callable[[str], None],
+        self, writer: SegmentWriter, *, rate: float, redact: Redactor, counters_path: Path
     ) -> None:
-        self.numbers = CaptureNumbers()
-        self._segments = segments
+        self.counters = CaptureCounters()
+        self._writer = writer
         self._rate = rate
         self._redact = redact
-        self._numbers_path = numbers_path
-        self._say = say
-        self._waiting: Queue[Finished | None] = Queue(MOST_WAITING)
-        self._rests_until = 0.0
+        self._counters_path = counters_path
+        self._queue: Queue[FinishedRequest | None] = Queue(MAX_QUEUED)  # None ends the thread
+        self._retry_at = 0.0
         self._last_log_line = -SECONDS_BETWEEN_LOG_LINES
-        self._thread = threading.Thread(target=self._write_all, name="leadout-capture", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="leadout-capture", daemon=True)
         self._thread.start()
 
-    def wants(self, request: str) -> bool:
-        """Whether a request is in the sample; the same answer for the same request."""
-        return crc32(request.encode()) < self._rate * 2**32
+    def is_sampled(self, request_id: str) -> bool:
+        """Whether this request belongs to the captured fraction; the same for the same id."""
+        return crc32(request_id.encode()) < self._rate * 2**32
 
-    def offer(self, finished: Finished) -> None:
-        """Hand over a request; returns at once."""
+    def offer(self, finished: FinishedRequest) -> None:
+        """Hand a request over; returns at once."""
         try:
-            self._waiting.put_nowait(finished)
+            self._queue.put_nowait(finished)
         except Full:
-            self.numbers.too_slow += 1
+            self.counters.too_slow += 1
 
     def close(self, seconds: float = 5.0) -> None:
-        """Write what waits, as far as that is possible within some seconds."""
+        """Write what is queued, as far as that is possible within `seconds`."""
         with suppress(Full):
-            self._waiting.put(None, timeout=seconds)
+            self._queue.put(None, timeout=seconds)
             self._thread.join(seconds)
         with suppress(OSError):
-            self._numbers_path.unlink(missing_ok=True)
+            self._counters_path.unlink(missing_ok=True)
 
-    def _write_all(self) -> None:
-        shown, tidied = 0.0, time.monotonic()
+    def _run(self) -> None:
+        published, expired = 0.0, time.monotonic()
         while True:
             try:
-                finished = self._waiting.get(timeout=SECONDS_BETWEEN_NUMBERS)
+                finished = self._queue.get(timeout=SECONDS_BETWEEN_COUNTERS)
                 if finished is None:
                     break
                 self._write(finished)
             except Empty:
                 pass
             now = time.monotonic()
-            if now - shown >= SECONDS_BETWEEN_NUMBERS:
-                shown = now
+            if now - published >= SECONDS_BETWEEN_COUNTERS:
+                published = now
                 with suppress(OSError):
-                    write_small(self.numbers, self._numbers_path)
-            if now - tidied >= SECONDS_BETWEEN_TIDYING:
-                tidied = now
+                    write_small(self.counters, self._counters_path)
+            if now - expired >= SECONDS_BETWEEN_EXPIRIES:
+                expired = now
                 with suppress(OSError):
-                    self._segments.tidy()
-        self._segments.close()
+                    self._writer.expire()
+        self._writer.close()
 
-    def _write(self, finished: Finished) -> None:
+    def _write(self, finished: FinishedRequest) -> None:
         sample = self._redacted(finished)
         if sample is None:
-            self.numbers.redacted += 1
+            self.counters.redacted += 1
             return
-        if time.monotonic() < self._rests_until:
-            self.numbers.disk += 1
+        if time.monotonic() < self._retry_at:
+            self.counters.disk += 1
             return
         try:
-            self._segments.add(sample)
+            self._writer.add(sample)
         except (OSError, ShardError) as error:
-            self._rests_until = time.monotonic() + REST_AFTER_ERROR
-            self.numbers.disk += 1
-            self._complain(str(error))
+            self._retry_at = time.monotonic() + SECONDS_BEFORE_RETRY
+            self.counters.disk += 1
+            self._warn(str(error))
         else:
-            self.numbers.captured += 1
+            self.counters.captured += 1
 
-    def _redacted(self, finished: Finished) -> Sample | None:
+    def _redacted(self, finished: FinishedRequest) -> Sample | None:
         try:
             kept = self._redact(finished.prompt, finished.response)
             if kept is None:
                 return None
             prompt, response = kept
             return Sample(
-                id=sample_id(finished.ended, finished.request),
+                id=sample_id(finished.ended, finished.id),
                 source=SOURCE,
                 prompt=prompt,
                 response=response,
                 temperature=finished.temperature,
             )
-        except Exception as error:  # whatever an installed redactor may do
-            self._complain(f"the redactor failed: {type(error).__name__}: {error}")
+        except Exception as error:  # an installed redactor may raise anything
+            self._warn(f"the redactor failed: {type(error).__name__}: {error}")
             return None
 
-    def _complain(self, problem: str) -> None:
+    def _warn(self, problem: str) -> None:
         now = time.monotonic()
         if now - self._last_log_line >= SECONDS_BETWEEN_LOG_LINES:
             self._last_log_line = now
-            self._say(
-                f"Leadout leaves requests out of the captured traffic: {problem}. Serving goes on."
+            logger.warning(
+                "Leadout drops requests from the captured traffic: %s. Serving goes on.", problem
             )
 
 
-# The scheduler's part of capture: which finished requests are offered, and which are not.
-
-logger = init_logger("vllm.leadout")
-
-NAME = "leadout_capture"  # in a request's `vllm_xargs`
-ON = "on"  # any other value means: leave this request out
-# A request that was aborted or failed has no whole answer. One that ended at a stop string looks
-# like an aborted one here: vLLM finds stop strings in its API process.
-WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-
-
 def make_capture(vllm_config: Any) -> Capture:
-    settings = capture_settings(vllm_config)
+    """The capture that `additional_config` describes."""
+    settings = read_section(vllm_config, CAPTURE, CaptureSettings)
     model = vllm_config.model_config.model
     if settings.folder is None:
-        raise SectionError("additional_config: leadout.capture.folder: found nothing, wanted one")
-    segments = Segments(
+        raise EngineSettingsError("additional_config: leadout.capture.folder is required.")
+    writer = SegmentWriter(
         settings.folder,
-        lambda: about_target(model),
-        most_bytes=settings.most_bytes,
-        most_seconds=settings.most_days * 86400,
+        lambda: info_of_target(model),
+        max_bytes=settings.max_bytes,
+        max_seconds=settings.max_days * 86400,
     )
     engine = vllm_config.parallel_config.data_parallel_rank
     return Capture(
-        segments,
+        writer,
         rate=settings.rate,
         redact=load_redactor(settings.redactor),
-        numbers_path=small_file(CAPTURE, vllm_config.instance_id, engine),
-        say=lambda line: logger.warning("%s", line),
+        counters_path=small_file(CAPTURE, vllm_config.instance_id, engine),
     )
 
 
-class Capturing:
-    """Goes before a scheduler class of vLLM's; an error costs one log line and the capture."""
+class CaptureMixin:
+    """Put before a scheduler class of vLLM: offers every finished request to a `Capture`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._capture: Capture | None = None
-        try:
+        self._capture_fail_safe = FailSafe("capture", on_failure=self._stop_capture)
+        with self._capture_fail_safe:
             self._capture = make_capture(settings["vllm_config"])
-        except Exception as error:
-            self._stop_capture(error)
 
     def _free_request(self, request: Any, *arguments: Any, **settings: Any) -> Any:
         if self._capture is not None:
-            try:
-                finished = finished_of(request)
-                if finished is not None and self._capture.wants(finished.request):
+            with self._capture_fail_safe:
+                finished = finished_request(request)
+                if finished is not None and self._capture.is_sampled(finished.id):
                     self._capture.offer(finished)
-            except Exception as error:
-                self._stop_capture(error)
         return super()._free_request(request, *arguments, **settings)  # type: ignore[misc]
 
     def shutdown(self) -> None:
@@ -220,25 +215,26 @@ class Capturing:
             self._capture.close()
         super().shutdown()  # type: ignore[misc]
 
-    def _stop_capture(self, error: Exception) -> None:
+    def _stop_capture(self) -> None:
         self._capture = None
-        logger.error(
-            "Leadout captures nothing from here on: %s: %s. Serving goes on.",
-            type(error).__name__,
-            error,
-        )
 
 
-def finished_of(request: Any) -> Finished | None:
-    """A request that the target alone answered, from token ids alone, and whose owner agrees."""
+def finished_request(request: Any) -> FinishedRequest | None:
+    """A vLLM request as it may be captured; None for one that must not be.
+
+    Kept are complete responses of the target alone (no LoRA) to prompts of token ids alone (no
+    embeddings, no images), unless the request opts out.
+    """
     params = request.sampling_params
-    if request.status not in WHOLE or params is None or request.prompt_token_ids is None:
+    if request.status not in COMPLETE or params is None or request.prompt_token_ids is None:
         return None
     if request.prompt_embeds is not None or request.mm_features or request.lora_request is not None:
         return None
-    if (params.extra_args or {}).get(NAME, ON) != ON:
+    if (params.extra_args or {}).get(REQUEST_ARGUMENT, ON) != ON:
         return None
     response = list(request.output_token_ids)
     if not response:
         return None
-    return Finished(request.request_id, request.prompt_token_ids, response, params.temperature)
+    return FinishedRequest(
+        request.request_id, request.prompt_token_ids, response, params.temperature
+    )

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import (
 from leadout.checkpoints import CheckpointError, load_weights, read_checkpoint
 from leadout.checkpoints.errors import Words
 from leadout.dflash.config import DrafterConfig
-from leadout.engine.settings import registry_of
+from leadout.engine.settings import followed_registry
 from leadout.errors import LeadoutError
 from leadout.models import fingerprint, local_folder
 from leadout.registry import MANIFEST, Registry
@@ -111,7 +111,7 @@ class Reading:
     def _read(self, version: int, serving: int) -> None:
         try:
             config = self._worker.vllm_config
-            registry = registry_of(config)
+            registry = followed_registry(config)
             if registry is None:
                 raise ValueError("found no registry in this server's settings, wanted one")
             shape = self._worker.get_draft_model().drafter_config

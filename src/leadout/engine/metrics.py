@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from leadout.engine.capture import CaptureNumbers
+from leadout.engine.capture import CaptureCounters
 from leadout.engine.live import LiveNumbers, numbers_file, read_numbers
 from leadout.engine.plugin import SWITCH
 from leadout.engine.settings import CAPTURE, sections_of
@@ -235,7 +235,7 @@ def capture_families() -> list[CounterMetricFamily]:
 
 def fill_capture(counters: Sequence[CounterMetricFamily], labels: list[str], path: Path) -> None:
     """Add one engine's numbers, if it captures."""
-    numbers = read_small(path, CaptureNumbers)
+    numbers = read_small(path, CaptureCounters)
     if numbers is None:
         return
     captured, dropped = counters

@@ -25,11 +25,18 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from leadout.control.policy import Policy
 from leadout.control.tuned_file import read_tuned
-from leadout.engine.capture import Capturing
+from leadout.engine.capture import CaptureMixin
 from leadout.engine.live import LiveControl, Step, numbers_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import Newcomers
-from leadout.engine.settings import CAPTURE, LIVE, REGISTRY, sections_of, settings_of
+from leadout.engine.settings import (
+    CAPTURE,
+    LIVE,
+    REGISTRY,
+    LiveSettings,
+    read_section,
+    sections_of,
+)
 from leadout.engine.vllm_adapter import is_dflash, is_supported
 
 
@@ -140,7 +147,7 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
         base = LiveAsyncScheduler if is_async else LiveScheduler
     before: list[type[Any]] = []
     if CAPTURE in sections:
-        before.append(Capturing)
+        before.append(CaptureMixin)
     if REGISTRY in sections:
         before.append(Newcomers)
     if current_platform.is_cpu() and is_dflash(vllm_config):
@@ -151,7 +158,7 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
 
 def make_control(vllm_config: Any) -> LiveControl:
     """The policy of this engine, with what was measured before if there is such a file."""
-    settings = settings_of(vllm_config)
+    settings = read_section(vllm_config, LIVE, LiveSettings)
     most = vllm_config.num_speculative_tokens
     tuned = None if settings.tuned is None else read_tuned(settings.tuned)
     measured = () if tuned is None else (tuned.costs(), tuned.curve())
@@ -165,7 +172,7 @@ def make_control(vllm_config: Any) -> LiveControl:
         most,
         numbers_file(vllm_config.instance_id, engine),
         lambda line: logger.info("%s", line),
-        copy_match=settings.copy_match if sees_drafts else 0,
+        copy_match=settings.prompt_lookup_min_match if sees_drafts else 0,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
 from leadout.control.tuned_file import Tuned, read_tuned
-from leadout.engine.capture_store import INFO, about_target, require_same_target
+from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.pair import UnfitPairError, pair_of, pair_to_be, require_no_refusal
 from leadout.engine.server import server_command
 from leadout.engine.settings import SCHEDULER, CaptureSettings, LiveSettings, RegistrySettings
@@ -60,7 +60,7 @@ def require_own_folder(capture: CaptureSettings, target: str) -> None:
     """Not one with the traffic of another target."""
     if capture.folder is not None and (capture.folder / INFO).exists():
         try:
-            require_same_target(capture.folder, about_target(target))
+            require_same_target(capture.folder, info_of_target(target))
         except ShardError as problem:
             raise UnfitPairError(str(problem)) from None
 

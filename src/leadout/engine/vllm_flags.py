@@ -19,10 +19,10 @@ from leadout.engine.settings import (
     SCHEDULER,
     WORKER_EXTENSION,
     CaptureSettings,
+    EngineSettingsError,
     LiveSettings,
     RegistrySettings,
     Section,
-    SectionError,
     load_redactor,
     with_section,
 )
@@ -216,5 +216,5 @@ def _require_known_capture(section: Mapping[str, Any]) -> None:
     """What the server would only find out after its start."""
     try:
         load_redactor(CaptureSettings.model_validate(section).redactor)
-    except (SectionError, ValueError) as problem:
+    except (EngineSettingsError, ValueError) as problem:
         raise UnfitPairError(f"--capture: {problem}") from None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from leadout.data.manifest import DataFolder
-from leadout.engine.capture_store import read_info, segments
+from leadout.engine.capture_store import read_info, segment_paths
 from leadout.evaluate.blocks import Split, split
 from leadout.learn.config import LearnConfig, LearnError
 from leadout.shards import Sample, Samples, ShardWriter, read_shard
@@ -54,7 +54,7 @@ def snapshot(folder: Path, target_fingerprint: str, copy: Path) -> list[Path]:
     copy.mkdir(parents=True, mode=0o700)
     copied: list[Path] = []
     requests = 0
-    for path in reversed(segments(folder)):
+    for path in reversed(segment_paths(folder)):
         if requests >= MOST_REQUESTS:
             break
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.engine.capture_store import segments
+from leadout.engine.capture_store import segment_paths
 from leadout.learn.config import LearnConfig, LearnError
 from leadout.learn.data import Traffic, snapshot, split_traffic, spread, text_of
 from leadout.models import fingerprint
@@ -72,11 +72,11 @@ def test_traffic_of_another_target_is_refused(world: World, tmp_path: Path) -> N
 
 def test_a_copy_is_taken_that_others_cannot_read(world: World, tmp_path: Path) -> None:
     asked = requests(NEW, 8)
-    capture = write_capture(tmp_path / "capture", world.target, asked, segments=3)
-    for path in segments(capture):
+    capture = write_capture(tmp_path / "capture", world.target, asked, segment_paths=3)
+    for path in segment_paths(capture):
         path.chmod(0o600)
     copied = snapshot(capture, fingerprint(world.target), tmp_path / "copy")
-    for path in segments(capture):
+    for path in segment_paths(capture):
         path.unlink()  # the server goes on
     assert [sample.id for sample in Samples(copied)] == [sample.id for sample in asked]
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
