@@ -1,4 +1,4 @@
-"""The base of every error that is meant for a user, and the exit codes of the command line."""
+"""The base of every error meant for a user, the exit codes, and values made safe to print."""
 
 from __future__ import annotations
 
@@ -17,3 +17,19 @@ class LeadoutError(Exception):
     """
 
     exit_code = FAILED
+
+
+_MAX_SHOWN = 160  # characters
+
+
+def printable(text: str) -> str:
+    """Text from a file, with control characters escaped so that a terminal can show it."""
+    return text if text.isprintable() else ascii(str(text))
+
+
+def shown(value: object) -> str:
+    """A value from a file for a message: escaped, and shortened if it is enormous."""
+    text = repr(value)
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"

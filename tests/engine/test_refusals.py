@@ -81,7 +81,7 @@ def test_the_engine_refuses_before_the_first_request(
     with pytest.raises((UnfitPairError, CheckpointError)) as refused:
         start_engine(target, faulty, fault)
     if fault.rule != LOAD:
-        assert f"{fault.rule}: found" in str(refused.value)
+        assert f"{fault.rule}: " in str(refused.value)
 
 
 @pytest.mark.parametrize("make", [healthy, healthy_speculators, healthy_reduced])
@@ -116,7 +116,7 @@ def test_leadout_serve_refuses_or_serves_bare(
     faulty = fault.make(drafter, tmp_path / "faulty", facts)
     with pytest.raises((UnfitPairError, CheckpointError)) as refused:
         plan_for(fault, target, faulty)
-    assert fault.rule == LOAD or f"{fault.rule}: found" in str(refused.value)
+    assert fault.rule == LOAD or f"{fault.rule}: " in str(refused.value)
 
     bare = plan_for(fault, target, faulty, if_unfit="bare")
     assert "--speculative-config" not in bare.command

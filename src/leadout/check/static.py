@@ -22,7 +22,8 @@ from leadout.checkpoints import (
 )
 from leadout.engine.vllm_adapter import SUPPORTED, installed_distribution, is_supported
 from leadout.environment import known_troubles
-from leadout.pairing import EngineSettings, Pair, Severity, TargetFacts, examine, read_target
+from leadout.findings import Severity
+from leadout.pairing import EngineSettings, Pair, TargetFacts, examine, read_target
 from leadout.pairing.target import read_any_config
 from leadout.version import installed_version
 
@@ -66,8 +67,8 @@ def pairing_findings(pair: Pair) -> list[Finding]:
     """Broken rules of pairing, in the gravity that they have for a deployment."""
     return [
         Finding(
-            name=broken.rule,
-            gravity=_gravity(broken.rule, broken.severity),
+            name=broken.name,
+            gravity=_gravity(broken.name, broken.severity),
             message=broken.message,
             remedy=broken.remedy,
         )
@@ -142,7 +143,7 @@ def _drafter(folder: Path, findings: list[Finding]) -> Checkpoint | None:
 
 
 def _gravity(rule: str, severity: Severity) -> Gravity:
-    if severity is Severity.REFUSE:
+    if severity is Severity.ERROR:
         return Gravity.UNFIT
     return Gravity.NOTE if rule in HARMLESS_RULES else Gravity.DOUBTFUL
 

@@ -62,7 +62,7 @@ def check(
     not be made, a wrong flag included.
     """
     from leadout.cli import options as needs
-    from leadout.console import StageBars
+    from leadout.console import Progress
 
     if not static:
         needs.require("check")
@@ -99,7 +99,7 @@ def check(
             refuse_existing(fix)
         if baseline is not None:
             require_same_pair(read_baseline(baseline), target, drafter)
-        with StageBars("check") as progress:
+        with Progress("check") as progress:
             result = make_check(request, progress)
         if save is not None:
             with replacing(save) as temporary:

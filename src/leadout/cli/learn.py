@@ -47,7 +47,7 @@ def learn(
 
     needs.require("learn")
 
-    from leadout.console import StageBars
+    from leadout.console import Progress
     from leadout.learn.config import LearnConfig, LearnError, LearnRequest
     from leadout.learn.cycle import learn as carry_out
     from leadout.learn.promote import start_registry
@@ -65,7 +65,7 @@ def learn(
         raise LearnError(f"{missing} is required. See `leadout learn --help`.")
     place = work or registry / "work"
     request = LearnRequest(target, registry, traffic, replay, place, config)
-    result = carry_out(request, lambda: StageBars("learn"))
+    result = carry_out(request, lambda: Progress("learn"))
     if result is None:  # only the leading rank speaks
         return
     if as_json:

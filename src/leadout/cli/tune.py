@@ -30,7 +30,7 @@ def tune(
     A page with plots is written beside the file.
     """
     from leadout.cli import options as needs
-    from leadout.console import StageBars
+    from leadout.console import Progress
 
     needs.require("tune")
 
@@ -59,7 +59,7 @@ def tune(
             planned = make_plan(request)
             typer.echo(planned.model_dump_json(indent=2) if as_json else planned.text())
             return
-        with StageBars("tune") as progress:
+        with Progress("tune") as progress:
             tuned = make_tuned(request, progress)
         write_tuned(tuned, out)
         write_page(tuned, out, page)

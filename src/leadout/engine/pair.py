@@ -14,15 +14,9 @@ from vllm.v1.attention.selector import get_attn_backend
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.errors import LeadoutError
+from leadout.findings import Finding, Severity
 from leadout.models import local_folder
-from leadout.pairing import (
-    EngineSettings,
-    Finding,
-    Pair,
-    Severity,
-    examine,
-    target_from_config,
-)
+from leadout.pairing import EngineSettings, Pair, examine, target_from_config
 
 logger = init_logger("vllm.leadout")
 
@@ -41,7 +35,7 @@ def require_fit(vllm_config: Any) -> Checkpoint:
     pair = pair_of(vllm_config)
     broken: list[Finding] = []
     for finding in examine(pair):
-        if finding.severity is Severity.WARN or finding.rule == FORGIVEN_AT_START:
+        if finding.severity is Severity.WARNING or finding.name == FORGIVEN_AT_START:
             logger.warning("%s", finding)
         else:
             broken.append(finding)
@@ -50,7 +44,7 @@ def require_fit(vllm_config: Any) -> Checkpoint:
 
 
 def require_no_refusal(findings: Sequence[Finding]) -> None:
-    refused = [str(finding) for finding in findings if finding.severity is Severity.REFUSE]
+    refused = [str(finding) for finding in findings if finding.severity is Severity.ERROR]
     if refused:
         raise UnfitPairError("target and drafter do not fit\n" + "\n".join(refused))
 

@@ -26,8 +26,9 @@ from leadout.engine.vllm_flags import (
     require_no_other_draft_length,
     speculation_by,
 )
+from leadout.findings import Severity
 from leadout.models import ModelNotFoundError, fingerprint, local_folder
-from leadout.pairing import Severity, examine
+from leadout.pairing import examine
 from leadout.pairing.published import AS_OF, find_published
 from leadout.pairing.rules import batched_tokens_for
 from leadout.pairing.target import read_any_config
@@ -256,7 +257,7 @@ def _fitting_flags(
     ours = {"method": "dflash", "model": draft, **lengths}
     flags = [*bare, "--speculative-config", json.dumps({**asked, **ours})]
     findings = examine(pair_of(vllm_config_of(target, flags)))
-    notes += [str(finding) for finding in findings if finding.severity is Severity.WARN]
+    notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
     require_no_refusal(findings)
     return flags
 

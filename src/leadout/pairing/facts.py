@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints import Checkpoint
 from leadout.dflash.config import Rope
+from leadout.findings import Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +47,6 @@ class Pair:
     settings: EngineSettings | None = None
 
 
-# What a rule is, and what it says when it is broken.
-
-
-class Severity(StrEnum):
-    """How much a broken rule matters.
-
-    `refuse`: the pair would crash, compute something it was not trained for, or be of no use.
-    `warn`: it may well be meant so, and nothing in the files can tell.
-    """
-
-    REFUSE = "refuse"
-    WARN = "warn"
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One thing that must hold between a target, a drafter and a server's settings."""
@@ -72,17 +56,3 @@ class Rule:
     compares: str
     remedy: str
     broken: Callable[[Pair], str | None]  # what was found and what was wanted; None: it holds
-
-
-class Finding(BaseModel):
-    """A broken rule."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rule: str
-    severity: Severity
-    message: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.message}. {self.remedy}"

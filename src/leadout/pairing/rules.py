@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from leadout.checkpoints.decoder_config import describe_rope
 from leadout.checkpoints.errors import printable
+from leadout.findings import Finding, Severity
 from leadout.models import same_model
-from leadout.pairing.facts import EngineSettings, Finding, Pair, Rule, Severity
+from leadout.pairing.facts import EngineSettings, Pair, Rule
 
 # Embeddings are padded to round numbers: a drafter that lacks up to this share of the target's rows
 # lacks padding (published: 152064 rows of 152576), one that lacks more lacks tokens.
@@ -143,14 +144,14 @@ def _logit_scaling(pair: Pair) -> str | None:
 MODEL_RULES = (
     Rule(
         "hidden-size",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the width of the target states that fc.weight takes, with the target's hidden_size",
         f"{_OTHER_DRAFTER}.",
         _hidden_size,
     ),
     Rule(
         "target-layers",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the drafter's layer ids and num_target_layers, with the target's num_hidden_layers",
         f"{_OTHER_DRAFTER}; correct the field in the drafter's config.json only if you know it to "
         "be a slip.",
@@ -158,7 +159,7 @@ MODEL_RULES = (
     ),
     Rule(
         "layer-order",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the order of the drafter's layer ids, with the ascending order in which vLLM taps them",
         "If it was trained with the ids in this order, sort them and the column blocks of "
         "fc.weight alike; if only the list is jumbled, sort it in the drafter's config.json.",
@@ -166,7 +167,7 @@ MODEL_RULES = (
     ),
     Rule(
         "vocabulary",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the drafter's vocab_size, with the target's",
         f"{_OTHER_DRAFTER}. A reduced vocabulary belongs in draft_vocab_size of the speculators "
         "format, with the tensors lm_head.weight and d2t; vocab_size stays the target's.",
@@ -175,14 +176,14 @@ MODEL_RULES = (
     Rule(
         "vocabulary-padding",
         # Published drafters do lack rows of padding, and a target may have got a few new tokens.
-        Severity.WARN,
+        Severity.WARNING,
         "the drafter's vocab_size, with the target's, where they differ by no more than padding",
         "Nothing to do if the tokenizer has no such ids; else train a drafter for this target.",
         _vocabulary_padding,
     ),
     Rule(
         "mask-token",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the drafter's mask_token_id, with the rows of the target's embedding",
         f"{_OTHER_DRAFTER}; mask_token_id in its config.json must be the id it was trained with.",
         _mask_token,
@@ -192,7 +193,7 @@ MODEL_RULES = (
         # A name proves nothing: quantized and fine-tuned targets and renamed folders are served
         # with the drafter of the original, and rightly so. A model of other sizes breaks other
         # rules.
-        Severity.WARN,
+        Severity.WARNING,
         "the target named in a speculators checkpoint, with the target that is served",
         "Fine for a quantized or fine-tuned copy of the named model, though drafts may be accepted "
         "less often; else serve the named target, or another drafter with --draft.",
@@ -202,7 +203,7 @@ MODEL_RULES = (
         "rope",
         # A drafter rotates its own queries and keys, so any theta works that it was trained with.
         # The usual recipe takes the target's, but published drafters exist that do not.
-        Severity.WARN,
+        Severity.WARNING,
         "theta and scaling of the drafter's rotary embedding, with the target's",
         "Make sure that rope_theta and rope_parameters in the drafter's config.json are those it "
         "was trained with; the usual recipe takes the target's.",
@@ -211,7 +212,7 @@ MODEL_RULES = (
     Rule(
         "partial-rotary",
         # Only the trainer knows whether his code honoured the field.
-        Severity.WARN,
+        Severity.WARNING,
         "the drafter's partial_rotary_factor, with whole heads",
         "If the drafter was trained with code that ignores the field, remove "
         "partial_rotary_factor from its config.json.",
@@ -219,7 +220,7 @@ MODEL_RULES = (
     ),
     Rule(
         "embedding-scale",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the drafter's input_embedding_scale, with what vLLM applies: none",
         "vLLM 0.32 cannot serve this drafter as it was trained; use another one, or serve without "
         "speculation.",
@@ -227,7 +228,7 @@ MODEL_RULES = (
     ),
     Rule(
         "logit-scaling",
-        Severity.WARN,  # monotone: the best token stays the best
+        Severity.WARNING,  # monotone: the best token stays the best
         "the drafter's output_multiplier and final_logit_softcapping, with what vLLM applies: none",
         'Keep "draft_sample_method": "greedy" in --speculative-config, which is the default.',
         _logit_scaling,
@@ -336,14 +337,14 @@ def _given_settings(
 SERVER_RULES = (
     Rule(
         "draft-tokens",
-        Severity.REFUSE,
+        Severity.ERROR,
         "num_speculative_tokens, with the drafter's block size",
         "Lower num_speculative_tokens in --speculative-config.",
         _given_settings(_draft_tokens),
     ),
     Rule(
         "positions",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the drafter's max_position_embeddings, with max_model_len",
         "Lower --max-model-len to what the drafter covers, or use a drafter trained for longer "
         "texts.",
@@ -351,7 +352,7 @@ SERVER_RULES = (
     ),
     Rule(
         "causality",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the causality of each draft layer as vLLM will serve it, with the drafter's training",
         "Rewrite the drafter with `leadout convert DRAFTER NEW --to zlab`, which vLLM reads as it "
         "was trained; a drafter with its own head needs `--to speculators`.",
@@ -359,28 +360,28 @@ SERVER_RULES = (
     ),
     Rule(
         "mixed-layers",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the kinds of attention in the drafter, with vLLM's model runner",
         "Start with VLLM_USE_V2_MODEL_RUNNER=1 where vLLM has Triton; V1 cannot run this drafter.",
         _given_settings(_mixed_layers),
     ),
     Rule(
         "non-causal-backend",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the drafter's bidirectional layers, with the attention backend that will run them",
         'Name another backend: "attention_backend" in --speculative-config, such as FLASH_ATTN.',
         _given_settings(_non_causal_backend),
     ),
     Rule(
         "dtype",
-        Severity.REFUSE,
+        Severity.ERROR,
         "the precision of target and drafter, with those that hold fused target states",
         "Add --dtype bfloat16, or float32 where the hardware has no bfloat16.",
         _given_settings(_dtype),
     ),
     Rule(
         "batched-tokens",
-        Severity.REFUSE,
+        Severity.ERROR,
         "max_num_batched_tokens, with max_num_seqs * (1 + 2K)",
         "Raise --max-num-batched-tokens to the wanted number, or lower --max-num-seqs.",
         _given_settings(_batched_tokens),
@@ -398,7 +399,7 @@ def examine(pair: Pair) -> list[Finding]:
     """Every rule that this pair breaks; without settings, the rules about them are passed over."""
     found = ((rule, rule.broken(pair)) for rule in RULES)
     return [
-        Finding(rule=rule.name, severity=rule.severity, message=message, remedy=rule.remedy)
+        Finding(name=rule.name, severity=rule.severity, message=message, remedy=rule.remedy)
         for rule, message in found
         if message is not None
     ]

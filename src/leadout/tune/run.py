@@ -19,8 +19,9 @@ from leadout.engine.calibration import (
     calibrate_apart,
 )
 from leadout.evaluate.prompts import default_or_given
+from leadout.findings import Severity
 from leadout.models import fingerprint, local_folder
-from leadout.pairing import Pair, Severity, examine, read_target
+from leadout.pairing import Pair, examine, read_target
 from leadout.provenance import Provenance
 from leadout.stats import Interval, Sampled
 from leadout.tune.fit import Accepted, StepLaw, fit_acceptance, fit_prefill, fit_steps
@@ -153,7 +154,7 @@ def prepare(request: TuneRequest) -> Preparation:
     refused = [
         str(finding)
         for finding in examine(Pair(target=facts, drafter=checkpoint, settings=None))
-        if finding.severity is Severity.REFUSE
+        if finding.severity is Severity.ERROR
     ]
     if refused:
         raise TuneError("target and drafter do not fit\n" + "\n".join(refused))

@@ -10,7 +10,6 @@ from sample_results import finding, tried, whole_result
 
 from leadout.check.report import MOST_TRIED, best_tried, print_result, sentence
 from leadout.check.result import CheckResult, Gravity, Verdict
-from leadout.console import StageBars
 
 
 def shown(result: CheckResult) -> str:
@@ -76,13 +75,3 @@ def test_text_of_files_is_neither_markup_nor_control() -> None:
     )
     assert "[bold]x[/bold][/nope]" in text
     assert "\x1b[2J" not in text
-
-
-def test_progress_speaks_on_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with StageBars("check") as progress:
-        step = progress.stage("texts of the target", 2)
-        step()
-        step()
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "texts of the target" in err

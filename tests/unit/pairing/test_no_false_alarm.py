@@ -12,7 +12,8 @@ from pairs import DRAFTER, TARGET, served_pair
 from leadout.checkpoints import Checkpoint, Format, speculators, write_checkpoint, zlab
 from leadout.checkpoints.config_fields import read_json_object
 from leadout.dflash.config import LayerAttention, Llama3Scaling, Rope, Yarn
-from leadout.pairing import EngineSettings, Pair, Severity, TargetFacts, examine
+from leadout.findings import Severity
+from leadout.pairing import EngineSettings, Pair, TargetFacts, examine
 from support.drafters import random_drafter
 from support.faults import Make, healthy, healthy_reduced, healthy_speculators
 
@@ -117,9 +118,9 @@ def test_published_drafters_with_their_targets(
         served_causal=tuple(layer.causal for layer in checkpoint.config.layers),
     )
     found = examine(Pair(target, checkpoint, settings))
-    assert [str(finding) for finding in found if finding.severity is Severity.REFUSE] == []
+    assert [str(finding) for finding in found if finding.severity is Severity.ERROR] == []
     expected = ["verifier"] if target.name.startswith("/") else []
-    assert [finding.rule for finding in found] == expected
+    assert [finding.name for finding in found] == expected
 
 
 def published(file: str, stand_in: Checkpoint) -> Checkpoint:

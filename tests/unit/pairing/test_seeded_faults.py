@@ -32,11 +32,11 @@ def test_a_fault_is_named_with_its_remedy(
         return
     load_drafter(folder)  # the file alone is in order: only the pair is not
     findings = examine(served_pair(folder, TARGET, fault.engine_arguments, fault.engine_facts))
-    finding = next(finding for finding in findings if finding.rule == fault.rule)
-    assert finding.severity is RULE[finding.rule].severity
+    finding = next(finding for finding in findings if finding.name == fault.rule)
+    assert finding.severity is RULE[finding.name].severity
     assert "found" in finding.message
     assert "wanted" in finding.message
-    assert str(finding) == f"{finding.rule}: {finding.message}. {finding.remedy}"
+    assert str(finding) == f"{finding.name}: {finding.message}. {finding.remedy}"
 
 
 @pytest.mark.parametrize("fault", OF_PAIRS, ids=names(OF_PAIRS))
@@ -46,7 +46,7 @@ def test_a_fault_is_one_thing(fault: Fault, drafter_folder: Path, tmp_path: Path
     findings = examine(served_pair(folder, TARGET, fault.engine_arguments, fault.engine_facts))
     # A mask token beyond the target needs a vocabulary beyond the target.
     also = {"vocabulary"} if fault.rule == "mask-token" else set()
-    assert {finding.rule for finding in findings} - also == {fault.rule}
+    assert {finding.name for finding in findings} - also == {fault.rule}
 
 
 def test_every_rule_is_fired_by_some_fault() -> None:
