@@ -1,6 +1,6 @@
-"""Ten times `kill -9` on `leadout data`: what is left and resumed is what an undisturbed run makes.
+"""Ten times `kill -9` on `leadout data`: the resumed job has the samples of an uninterrupted run.
 
-The target is tiny and random. Every kill comes at a moment drawn from a seed: some while the engine
+The target is tiny and random. The moment of each kill is random, from a seed: some while the engine
 starts, most while it answers. The samples of both runs are compared one by one:
 
     python experiments/data_kill.py --out results/data/kill.json
@@ -108,17 +108,17 @@ def kill_again_and_again(
 
 
 def compare(undisturbed: DataFolder, disturbed: DataFolder) -> dict[str, object]:
-    """Every sample of both; reading them refuses duplicates."""
-    wanted = {sample.id: sample for sample in undisturbed.samples()}
+    """Compare every sample of both; reading them rejects duplicates."""
+    expected = {sample.id: sample for sample in undisturbed.samples()}
     found = {sample.id: sample for sample in disturbed.samples()}
     return {
-        "samples": len(wanted),
+        "samples": len(expected),
         "response_tokens": undisturbed.response_tokens,
         "samples_after_kills": len(found),
-        "missing": len(wanted.keys() - found.keys()),
-        "different": sum(found[name] != wanted[name] for name in wanted.keys() & found.keys()),
+        "missing": len(expected.keys() - found.keys()),
+        "different": sum(found[name] != expected[name] for name in expected.keys() & found.keys()),
         "same_manifest": disturbed.manifests == undisturbed.manifests,
-        "equal": found == wanted and disturbed.content_hash() == undisturbed.content_hash(),
+        "equal": found == expected and disturbed.content_hash() == undisturbed.content_hash(),
     }
 
 

@@ -7,6 +7,7 @@ SUCCESS = 0  # or: the pair fits, the drafter pays
 NEGATIVE = 1  # a negative finding: unfit, rejected, slower
 FAILED = 2  # wrong usage, or the command could not run
 UNDECIDED = 3  # ran, but the evidence does not suffice for a verdict
+INTERRUPTED = 130  # by Ctrl-C; the shell's code for it
 
 
 class LeadoutError(Exception):
@@ -17,6 +18,12 @@ class LeadoutError(Exception):
     """
 
     exit_code = FAILED
+
+
+class StoppedError(LeadoutError):
+    """Ctrl-C ended long work: the message says where it stopped and how to continue."""
+
+    exit_code = INTERRUPTED
 
 
 _MAX_SHOWN = 160  # characters

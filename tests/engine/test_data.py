@@ -1,4 +1,4 @@
-"""`leadout data` with a real engine: the same answers in one run, in two parts, or after a kill."""
+"""`leadout data` with a real engine: same answers in one run, in two parts, or after a kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
-from leadout.data import generate as job
 from leadout.data.chat import Chat
 from leadout.data.manifest import DataFolder, shard_path
 from leadout.engine.offline import Ask, EngineStartError, TextEngine
@@ -66,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(target: Path, asked: Path, folder: Path, engine: TextEngine) -> Iterator[Run]:
-    """The command in this process, where all runs share one engine."""
+    """Runs the command in this process; all runs share one engine."""
 
     def shared(model: str, *, max_length: int, max_requests: int, **_: Any) -> TextEngine:
         assert (model, max_length, max_requests) == (str(target), LENGTH, AT_ONCE)
@@ -79,7 +78,7 @@ def run(target: Path, asked: Path, folder: Path, engine: TextEngine) -> Iterator
         return DataFolder(folder / out)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "TextEngine", shared)
+        patch.setattr("leadout.engine.offline.TextEngine", shared)
         yield run
 
 
@@ -107,7 +106,7 @@ def test_every_prompt_is_answered_by_the_target(whole: DataFolder, target: Path)
     assert len(own_turns) == SELF
 
 
-def test_greedy_answers_are_those_of_the_model(whole: DataFolder, target: Path) -> None:
+def test_greedy_answers_are_the_models_argmax(whole: DataFolder, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +119,7 @@ def test_greedy_answers_are_those_of_the_model(whole: DataFolder, target: Path) 
         assert best.tolist() == sample.response
 
 
-def test_two_parts_hold_the_samples_of_one_run(run: Run, whole: DataFolder) -> None:
+def test_two_parts_have_the_samples_of_one_run(run: Run, whole: DataFolder) -> None:
     run("parts", "--shard", "2/2")
     parts = run("parts", "--shard", "1/2")
     assert list(parts.samples()) == list(whole.samples())
@@ -130,7 +129,7 @@ def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_killed_run_is_resumed_to_the_samples_of_one_run(
+def test_a_killed_run_resumes_to_the_samples_of_one_run(
     run: Run, whole: DataFolder, target: Path, asked: Path, folder: Path
 ) -> None:
     out = folder / "killed"

@@ -1,4 +1,4 @@
-"""A tiny random target that can be talked to: a byte tokenizer, a chat template, an end of turn."""
+"""A tiny random chat model: a byte tokenizer, a chat template, and an end-of-turn token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from support.models import TINY_VOCAB, tiny_qwen3
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _BYTES = 256
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = range(_BYTES, _BYTES + len(_SPECIALS))
-MASK_TOKEN = TINY_VOCAB - 1  # a reserved token, that no text holds
+MASK_TOKEN = TINY_VOCAB - 1  # a reserved token that no text contains
 
-# As Qwen3's: without thinking, the answer begins with an empty thought.
+# Like Qwen3's: without thinking, the answer starts with an empty thought.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A token for each byte, three for the turns, and reserved ones up to the model's last."""
+    """One token per byte, three for the turns, and reserved ones up to the vocabulary size."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -48,7 +48,7 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
 
 
 def write_tiny_chat_target(folder: Path, seed: int = 0) -> Path:
-    """A random Qwen3 with its tokenizer in `folder`; the same for the same seed."""
+    """Write a random Qwen3 and its tokenizer to `folder`; deterministic in the seed."""
     model = tiny_qwen3(seed)
     model.config.eos_token_id = END_OF_TURN
     model.generation_config = GenerationConfig(

@@ -1,4 +1,4 @@
-"""A data folder for the tiny chat target, answered by the reference loop instead of an engine."""
+"""A data folder for the tiny chat target, with answers from the reference decoder."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from support.tiny_chat import END_OF_TEXT, END_OF_TURN, write_tiny_chat_target
 SOURCES = ("asked", "self")
 STOPS = (END_OF_TURN, END_OF_TEXT)
 WARM = verify.Sampling(temperature=1.0)
-AT_ONCE = 32
+BATCH = 32
 SMALL = 0.25
 
 
 def write_predictable_target(folder: Path, seed: int = 0) -> Path:
-    """The tiny chat target with small weights: its text repeats itself, so a drafter can learn."""
+    """The tiny chat target with small weights: its text repeats, so a drafter can learn it."""
     write_tiny_chat_target(folder, seed)
     path = folder / "model.safetensors"
     weights = {
@@ -47,7 +47,7 @@ def write_predictable_target(folder: Path, seed: int = 0) -> Path:
 
 @functools.lru_cache(maxsize=1)
 def loaded(folder: Path, layer_ids: tuple[int, ...] = (1, 2, 3)) -> Target:
-    """The target of a folder in float32."""
+    """The target in a folder, loaded in float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return Target(model.eval().requires_grad_(False), layer_ids)
 
@@ -55,7 +55,7 @@ def loaded(folder: Path, layer_ids: tuple[int, ...] = (1, 2, 3)) -> Target:
 def write_tiny_data(
     folder: Path, target: Path, *, prompts: int = 40, new_tokens: int = 24, seed: int = 0
 ) -> DataFolder:
-    """Answers to random prompts of two sources: a greedy one each, and to every third another."""
+    """Greedy answers to random prompts of two sources, and sampled ones to every third prompt."""
     draw = random.Random(seed)
     asked = [[draw.randrange(250) for _ in range(draw.randrange(6, 14))] for _ in range(prompts)]
     names = [f"{SOURCES[number % 2]}/{number}" for number in range(prompts)]
@@ -88,7 +88,7 @@ def _answers(
         max_new_tokens=new_tokens,
         sampling=WARM if temperature else GREEDY,
         stop_tokens=STOPS,
-        batch_size=AT_ONCE,
+        batch_size=BATCH,
     )
     return [
         Sample(

@@ -12,10 +12,8 @@ from typer.core import TyperGroup
 
 from leadout.cli import bench, check, convert, data, env, inspect, learn, serve, train, tune
 from leadout.cli.options import PanelCommand, settings_command
-from leadout.errors import FAILED, LeadoutError
+from leadout.errors import FAILED, INTERRUPTED, LeadoutError
 from leadout.version import __version__
-
-INTERRUPTED = 130  # the shell's code for a process that Ctrl-C ended
 
 
 class Commands(TyperGroup):
@@ -55,7 +53,7 @@ app.command(
 app.command("tune", cls=PanelCommand)(tune.tune)
 app.command("check", cls=check.VerdictCommand)(check.check)
 app.command("bench", cls=PanelCommand, context_settings={"allow_extra_args": True})(bench.bench)
-app.command("data", cls=PanelCommand)(data.data)
+app.command("data", cls=settings_command("leadout.data.settings:DataSettings"))(data.data)
 app.command("inspect", cls=PanelCommand)(inspect.inspect)
 app.command("convert", cls=PanelCommand)(convert.convert)
 app.command("train", cls=settings_command("leadout.train.config:TrainConfig"))(train.train)

@@ -1,1 +1,1 @@
-"""On-policy training text: prompts from anywhere, answers by the target itself, kept as shards."""
+"""Training data: prompts from files, datasets or the target itself, answered by the target."""

@@ -1,4 +1,4 @@
-"""The target's chat template: conversations to token ids, and the prefix of a user's turn."""
+"""The target's chat template: conversations as token ids, and the prefix of a user turn."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from leadout.errors import LeadoutError
 
-MARK = "leadout-user-turn"  # stands for a user's text while the template is taken apart
+_PLACEHOLDER = "leadout-user-turn"  # a user's text, to see what the template does with it
 
 
 class TemplateError(LeadoutError):
-    """The target's chat template is missing or cannot be used as asked."""
+    """The target's chat template is missing or cannot be used as requested."""
 
 
 class Chat:
-    """A tokenizer and its template, in the thinking mode the target will be served in.
+    """A tokenizer and its chat template, in the thinking mode the target will be served in.
 
-    `thinking` None leaves the template's own default.
+    `thinking=None` keeps the template's own default.
     """
 
     def __init__(self, folder: Path, thinking: bool | None = None) -> None:
@@ -31,23 +31,23 @@ class Chat:
         except (OSError, ValueError, ImportError) as problem:
             reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
             raise TemplateError(
-                f"{folder}: found no tokenizer that can be loaded ({reason}), wanted the target's "
-                "own; put its tokenizer files into the folder"
+                f"{folder}: the tokenizer cannot be loaded ({reason}). Put the target's own "
+                "tokenizer files into the folder."
             ) from None
         if not self._tokenizer.chat_template:
             raise TemplateError(
-                f"{folder}: found no chat template, wanted one in the tokenizer's files; add "
-                "chat_template.jinja, or serve and train the model through one that has it"
+                f"{folder}: the tokenizer has no chat template. Add the model's "
+                "chat_template.jinja to the folder."
             )
         self._options: dict[str, bool] = {}
         if thinking is not None:
             self._options = {"enable_thinking": not thinking}
-            opposite = self._render([MARK], [])
+            opposite = self._render([_PLACEHOLDER], [])
             self._options = {"enable_thinking": thinking}
-            if self._render([MARK], []) == opposite:
+            if self._render([_PLACEHOLDER], []) == opposite:
                 raise TemplateError(
-                    f"{folder}: the chat template is the same with and without thinking, wanted "
-                    "one that reads enable_thinking; leave out --thinking and --no-thinking"
+                    f"{folder}: the chat template does not read enable_thinking, so it has no "
+                    "thinking mode. Remove --thinking or --no-thinking."
                 )
 
     @property
@@ -65,26 +65,27 @@ class Chat:
         return token
 
     def prompt(self, turns: Sequence[str], answers: Sequence[str] = ()) -> list[int]:
-        """Token ids up to where the target answers the last of the user's turns."""
+        """Token ids of the conversation, up to the start of the answer to the last turn."""
         return self._encode(self._render(turns, answers))
 
     def plain(self, text: str) -> list[int]:
-        """Token ids of a text as it is, without the template."""
+        """Token ids of a text without the template."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
     def user_prefix(self) -> list[int]:
-        """Token ids up to where the template expects the first words of a user."""
-        before, mark, _ = self._render([MARK], []).partition(MARK)
-        if not mark or not before:
-            found = "nothing before the user's text" if mark else "the user's text changed"
+        """Token ids of what the template puts before the text of a first user turn."""
+        before, placeholder, _ = self._render([_PLACEHOLDER], []).partition(_PLACEHOLDER)
+        if not placeholder or not before:
+            what = "puts nothing before" if placeholder else "changes"
             raise TemplateError(
-                f"{self._folder}: found {found} in the chat template, wanted the text as it is "
-                "after a prefix, for `self` prompts; give a prompt file instead"
+                f"{self._folder}: the chat template {what} the user's text, so the target cannot "
+                "write `self` prompts. Use a prompt file instead."
             )
         return self._encode(before)
 
     def text(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
         decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return decoded
 

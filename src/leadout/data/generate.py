@@ -1,4 +1,9 @@
-"""Answers by the target itself: conversations go through the engine turn by turn, into a shard."""
+"""`leadout data` as a function: the target answers prompts, turn by turn, into a data folder.
+
+Every answer is written as soon as it is complete, so an interrupted job loses only the requests in
+flight. Seeds and the choice of greedy answers follow from the names of the prompts: a resumed job,
+or one split into parts, gets the same samples as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +11,101 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from leadout.console import ShownBar
+from leadout.console import Advance, Progress, table
 from leadout.data.chat import Chat
-from leadout.data.manifest import (
-    NONE,
-    Count,
-    Job,
-    Manifest,
-    Sampling,
-    manifest_path,
-    shard_path,
-)
+from leadout.data.manifest import NONE, Count, Job, Manifest, Sampling, manifest_path, shard_path
 from leadout.data.prompts import Prompt, prompts_hash, read_prompts
-from leadout.engine.offline import Answer, Ask, TextEngine
+from leadout.data.settings import DataSettings
+from leadout.errors import StoppedError
+from leadout.files import require_writable
 from leadout.models import fingerprint, local_folder
 from leadout.shards import Sample, ShardError, ShardWriter, WrittenSamples
 from leadout.version import installed_versions
 
+if TYPE_CHECKING:  # the engine imports torch, which takes seconds; wrong prompts should not
+    from leadout.engine.offline import Answer, Ask, TextEngine
+
 USER_TURN_TEMPERATURE = 1.0
-LONGEST_USER_TURN = 256
+MAX_USER_TURN = 256  # tokens
+SAVE_EVERY_SECONDS = 30.0
+
+
+def generate_data(
+    settings: DataSettings, *, resume: bool = False, progress: Progress | None = None
+) -> Manifest:
+    """Generate or continue one part of a data job; returns the manifest of the complete part."""
+    progress = progress or Progress.silent()
+    # First what is checked at once, then what takes seconds to load.
+    _require_place(settings, resume)
+    prompts = read_prompts(settings.prompts, settings.limit)
+    folder = local_folder(settings.target)
+    chat = Chat(folder, settings.thinking)
+    job = _job(settings, folder, chat, prompts)
+    earlier = _earlier_run(job, settings)
+    if earlier is not None and earlier.complete:
+        return earlier
+
+    todo = conversations(prompts, settings.sampling, settings.part, settings.parts)
+    total = sum(max(1, len(conversation.turns)) for conversation in todo)
+    counts = _Counts(job, settings)
+    with ShardWriter(shard_path(settings.out, settings.part, settings.parts)) as writer:
+        done = WrittenSamples(writer.path, counts.add)
+        counts.save()
+        if len(done) < total:
+            try:
+                engine = _start_engine(settings, folder, progress)
+                # Twice as many as run at a time: a finished request is replaced without a pause.
+                queue = AnswerQueue(
+                    engine, chat, settings.sampling, writer, 2 * settings.concurrency
+                )
+                advance = progress.stage("answers", total, done=counts.samples)
+                queue.run(todo, done, _recorder(counts, advance))
+                counts.skipped = queue.skipped
+            except KeyboardInterrupt:
+                counts.save()
+                raise StoppedError(
+                    f"Stopped after {counts.samples:,} of {total:,} samples; they are kept in "
+                    f"{settings.out}. Run the same command with --resume to continue."
+                ) from None
+    return counts.save(complete=True)
+
+
+def _start_engine(settings: DataSettings, folder: Path, progress: Progress) -> TextEngine:
+    from leadout.engine import offline
+
+    started = progress.stage("starting vLLM", 1)
+    engine = offline.TextEngine(
+        str(folder),
+        max_length=settings.max_length,
+        max_requests=settings.concurrency,
+        dtype=settings.dtype,
+        seed=settings.seed,
+    )
+    started()
+    return engine
+
+
+def _recorder(counts: _Counts, advance: Advance) -> Callable[[Sample], None]:
+    began, tokens = time.monotonic(), 0
+
+    def record(sample: Sample) -> None:
+        nonlocal tokens
+        tokens += len(sample.response)
+        counts.add(sample)
+        counts.save_sometimes()
+        advance(note=f"{tokens / max(time.monotonic() - began, 1e-3):,.0f} tokens/s")
+
+    return record
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One prompt on its way: which of its turns have been answered."""
+    """A prompt, and the answers to its turns so far."""
 
     id: str
     source: str
@@ -47,7 +115,7 @@ class Conversation:
     asked: Ask | None = None
 
     @property
-    def writes_its_own_turn(self) -> bool:
+    def needs_user_turn(self) -> bool:
         return not self.turns
 
     @property
@@ -58,9 +126,9 @@ class Conversation:
 def conversations(
     prompts: Iterable[Prompt], sampling: Sampling, part: int, parts: int
 ) -> list[Conversation]:
-    """What one part of a job has to answer; the parts share the prompts out between them.
+    """The conversations of one part of a job; the parts divide the prompts among them.
 
-    The sources are mixed, so that what a job cut short leaves behind is a fair sample of it all.
+    The sources are mixed, so that an interrupted job leaves a fair sample of all of them.
     """
     mixed = sorted(prompts, key=lambda prompt: _fraction(f"order {prompt.id}"))
     return [
@@ -68,7 +136,7 @@ def conversations(
             f"{prompt.id}#{number}",
             prompt.source,
             list(prompt.turns),
-            # All greedy answers to a prompt are the same, so only the first can be one.
+            # All greedy answers to a prompt are equal, so only the first can be greedy.
             greedy=number == 0
             and _fraction(f"greedy {sampling.seed} {prompt.id}")
             < sampling.greedy_share * sampling.samples_per_prompt,
@@ -79,52 +147,57 @@ def conversations(
     ]
 
 
-class Answering:
-    """Keeps the engine fed with the next turn of each conversation and writes what it answers."""
+class AnswerQueue:
+    """Keeps the engine supplied with the next turn of each conversation and writes the answers."""
 
     def __init__(
-        self, engine: TextEngine, chat: Chat, sampling: Sampling, writer: ShardWriter, ahead: int
+        self,
+        engine: TextEngine,
+        chat: Chat,
+        sampling: Sampling,
+        writer: ShardWriter,
+        max_queued: int,
     ) -> None:
         self._engine = engine
         self._chat = chat
         self._sampling = sampling
         self._writer = writer
-        self._ahead = ahead  # requests kept in the engine's queue
-        self._under_way: dict[str, Conversation] = {}
-        self.skipped = 0  # conversations that do not fit, or whose own turn came out empty
+        self._max_queued = max_queued
+        self._in_flight: dict[str, Conversation] = {}
+        self.skipped = 0  # conversations that are too long, or without a user turn
 
     def run(
         self,
         todo: Sequence[Conversation],
         done: Mapping[str, Sample],
-        report: Callable[[Sample], None],
+        record: Callable[[Sample], None],
     ) -> None:
-        """Answer all; `done` holds the samples that an earlier run has written."""
+        """Answer all conversations; `done` has the samples that an earlier run wrote."""
         waiting: Iterator[Conversation] = iter(todo)
         more = True
         while more or self._engine.running:
-            while more and self._engine.running < self._ahead:
+            while more and self._engine.running < self._max_queued:
                 conversation = next(waiting, None)
                 more = conversation is not None
                 if conversation is not None:
-                    self._take_up(conversation, done)
+                    self._start(conversation, done)
             if self._engine.running:
                 for answer in self._engine.step():
-                    sample = self._take_in(answer)
+                    sample = self._receive(answer)
                     if sample is not None:
-                        report(sample)
+                        record(sample)
 
-    def _take_up(self, conversation: Conversation, done: Mapping[str, Sample]) -> None:
-        """Begin a conversation, or go on where an earlier run was cut off."""
+    def _start(self, conversation: Conversation, done: Mapping[str, Sample]) -> None:
+        """Ask for the first turn that an earlier run has not answered."""
         while conversation.next_sample_id in done:
             if len(conversation.answers) + 1 >= len(conversation.turns):
-                return  # the last turn, or the one it wrote itself, is answered
+                return  # all turns, or the one that the target wrote, are answered
             sample = done[conversation.next_sample_id]
             conversation.answers.append(self._chat.text(sample.response))
         self._ask(conversation)
 
     def _ask(self, conversation: Conversation) -> None:
-        if conversation.writes_its_own_turn:
+        if conversation.needs_user_turn:
             ask = self._ask_for_user_turn(conversation)
         else:
             ask = self._ask_for_answer(conversation)
@@ -132,10 +205,12 @@ class Answering:
             self.skipped += 1
             return
         conversation.asked = ask
-        self._under_way[ask.id] = conversation
+        self._in_flight[ask.id] = conversation
         self._engine.submit(ask)
 
     def _ask_for_answer(self, conversation: Conversation) -> Ask:
+        from leadout.engine.offline import Ask
+
         name = conversation.next_sample_id
         greedy = conversation.greedy
         return Ask(
@@ -150,22 +225,25 @@ class Answering:
         )
 
     def _ask_for_user_turn(self, conversation: Conversation) -> Ask:
+        from leadout.engine.offline import Ask
+
         name = f"{conversation.id}/user"
         end = self._chat.end_of_turn
         return Ask(
             id=name,
             prompt=self._chat.user_prefix(),
-            max_tokens=min(LONGEST_USER_TURN, self._sampling.max_new_tokens),
+            max_tokens=min(MAX_USER_TURN, self._sampling.max_new_tokens),
             temperature=USER_TURN_TEMPERATURE,
             seed=self._seed(name),
             stop_tokens=() if end is None else (end,),
         )
 
-    def _take_in(self, answer: Answer) -> Sample | None:
-        conversation = self._under_way.pop(answer.id)
+    def _receive(self, answer: Answer) -> Sample | None:
+        """Write an answer and ask for the next turn; None if it was a user turn."""
+        conversation = self._in_flight.pop(answer.id)
         ask = conversation.asked
         assert ask is not None
-        if conversation.writes_its_own_turn:
+        if conversation.needs_user_turn:
             turn = self._chat.text(answer.tokens).strip()
             if turn:
                 conversation.turns.append(turn)
@@ -192,94 +270,28 @@ class Answering:
 
 
 def _fraction(name: str) -> float:
-    """A number in [0, 1) that depends on nothing but the name."""
+    """A pseudo-random number in [0, 1) that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) / 2**32
 
 
-# `leadout data` as a function: make or continue one part of a data job.
+class _Counts:
+    """Counts samples by source, and writes the manifest at intervals."""
 
-SAVE_EVERY_SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the command was asked for."""
-
-    target: str
-    sources: Sequence[str]
-    out: Path
-    sampling: Sampling
-    limit: int | None
-    thinking: bool | None
-    part: int
-    parts: int
-    resume: bool
-    concurrency: int
-    dtype: str
-
-
-def make_data(request: Request, report: Callable[[int, int, Sample | None], None]) -> Manifest:
-    """Run the job to its end; `report` hears the samples done, those wanted, and the last one.
-
-    It hears of no sample when there is none yet: before the engine starts, and once it has.
-    """
-    folder = local_folder(request.target)
-    chat = Chat(folder, request.thinking)
-    prompts = read_prompts(request.sources, request.limit)
-    job = _job(request, folder, chat, prompts)
-    earlier = _earlier_part_of(job, request)
-    if earlier is not None and earlier.complete:
-        return earlier
-
-    todo = conversations(prompts, request.sampling, request.part, request.parts)
-    total = sum(max(1, len(conversation.turns)) for conversation in todo)
-    progress = _Progress(job, request)
-    with ShardWriter(shard_path(request.out, request.part, request.parts)) as writer:
-        done = WrittenSamples(writer.path, progress.count)
-        progress.save()
-        report(progress.samples, total, None)
-        if len(done) < total:
-            engine = TextEngine(
-                str(folder),
-                max_length=request.sampling.max_length,
-                max_requests=request.concurrency,
-                dtype=request.dtype,
-                seed=request.sampling.seed,
-            )
-            report(progress.samples, total, None)
-            # Twice as many as run at once, so that a finished one is followed without a pause.
-            answering = Answering(
-                engine, chat, request.sampling, writer, ahead=2 * request.concurrency
-            )
-
-            def take(sample: Sample) -> None:
-                progress.count(sample)
-                progress.save_now_and_then()
-                report(progress.samples, total, sample)
-
-            answering.run(todo, done, take)
-            progress.skipped = answering.skipped
-    return progress.save(complete=True)
-
-
-class _Progress:
-    """Counts samples and keeps the manifest true to within half a minute."""
-
-    def __init__(self, job: Job, request: Request) -> None:
+    def __init__(self, job: Job, settings: DataSettings) -> None:
         self._job = job
-        self._part = request.part
-        self._path = manifest_path(request.out, request.part, request.parts)
-        self._counts: dict[str, Count] = {}
+        self._part = settings.part
+        self._path = manifest_path(settings.out, settings.part, settings.parts)
+        self._by_source: dict[str, Count] = {}
         self._saved = 0.0
         self.samples = 0
         self.skipped = 0
 
-    def count(self, sample: Sample) -> None:
-        count = self._counts.get(sample.source, NONE)
-        self._counts[sample.source] = count.plus(len(sample.prompt), len(sample.response))
+    def add(self, sample: Sample) -> None:
+        count = self._by_source.get(sample.source, NONE)
+        self._by_source[sample.source] = count.plus(len(sample.prompt), len(sample.response))
         self.samples += 1
 
-    def save_now_and_then(self) -> None:
+    def save_sometimes(self) -> None:
         if time.monotonic() - self._saved > SAVE_EVERY_SECONDS:
             self.save()
 
@@ -288,7 +300,7 @@ class _Progress:
             job=self._job,
             part=self._part,
             complete=complete,
-            counts=dict(sorted(self._counts.items())),
+            counts=dict(sorted(self._by_source.items())),
             skipped=self.skipped,
             versions=installed_versions(),
         )
@@ -297,110 +309,76 @@ class _Progress:
         return manifest
 
 
-def _job(request: Request, folder: Path, chat: Chat, prompts: Sequence[Prompt]) -> Job:
+def _job(settings: DataSettings, folder: Path, chat: Chat, prompts: Sequence[Prompt]) -> Job:
     return Job(
-        target=Path(request.target).resolve().name,
+        target=Path(settings.target).resolve().name,
         target_fingerprint=fingerprint(folder),
         tokenizer_hash=chat.tokenizer_hash,
         template_hash=chat.template_hash,
-        thinking=request.thinking,
-        sources=[Path(source).name for source in request.sources],
+        thinking=settings.thinking,
+        sources=[Path(source).name for source in settings.prompts],
         prompts_hash=prompts_hash(prompts),
-        limit=request.limit,
-        dtype=request.dtype,
-        sampling=request.sampling,
-        parts=request.parts,
+        limit=settings.limit,
+        dtype=settings.dtype,
+        sampling=settings.sampling,
+        parts=settings.parts,
     )
 
 
-def _earlier_part_of(job: Job, request: Request) -> Manifest | None:
-    """What an earlier run has left of this part; all that is in the folder must be of the job."""
-    own = manifest_path(request.out, request.part, request.parts)
-    shard = shard_path(request.out, request.part, request.parts)
-    if request.out.exists() and not request.out.is_dir():
-        raise ShardError(f"--out {request.out}: found a file, wanted a folder; give another name")
-    if own.exists() and not request.resume:
+def _require_place(settings: DataSettings, resume: bool) -> None:
+    """Refuse an output folder that cannot be written or has another run's files in it."""
+    out = settings.out
+    manifest = manifest_path(out, settings.part, settings.parts)
+    shard = shard_path(out, settings.part, settings.parts)
+    if out.exists() and not out.is_dir():
+        raise ShardError(f"--out {out} is a file, expected a folder. Choose another name.")
+    require_writable("--out", out)
+    if manifest.exists() and not resume:
         raise ShardError(
-            f"--out {request.out}: found {own.name} of an earlier run, wanted a new folder; give "
-            "--resume to continue it, or another folder"
+            f"--out {out} contains {manifest.name} of an earlier run. Add --resume to continue it, "
+            "or choose another folder."
         )
-    if not own.exists() and shard.exists() and shard.stat().st_size > 0:
+    if not manifest.exists() and shard.exists() and shard.stat().st_size > 0:
         raise ShardError(
-            f"{shard}: found samples without {own.name}, wanted both or neither; put the manifest "
-            "back, or give another --out"
+            f"{shard} has samples but {manifest.name} is missing. Restore the manifest, or choose "
+            "another --out."
         )
-    for path in sorted(request.out.glob("manifest-*.json")):
-        _require_same_job(Manifest.read(path).job, job, path)
+
+
+def _earlier_run(job: Job, settings: DataSettings) -> Manifest | None:
+    """The manifest that an earlier run left of this part; the whole folder must be of this job."""
+    for path in sorted(settings.out.glob("manifest-*.json")):
+        before = Manifest.read(path).job
+        for name in Job.model_fields:
+            old, new = getattr(before, name), getattr(job, name)
+            if old != new:
+                raise ShardError(
+                    f"{path}: {name} is {old!r} there, but {new!r} in this command. A folder holds "
+                    "one job: repeat its flags and prompt files, or choose another --out."
+                )
+    own = manifest_path(settings.out, settings.part, settings.parts)
     return Manifest.read(own) if own.exists() else None
 
 
-def _require_same_job(before: Job, job: Job, manifest_file: Path) -> None:
-    for name in Job.model_fields:
-        old, new = getattr(before, name), getattr(job, name)
-        if old != new:
-            raise ShardError(
-                f"{manifest_file}: {name}: found {old!r}, this command says {new!r}; a folder "
-                "holds one job: repeat its flags and files, or give another --out"
-            )
-
-
-# What a person sees of a data job: a progress bar on stderr, and a table at its end.
-
-LINE_EVERY_SECONDS = 30.0
-
-
-class DataProgress(ShownBar):
-    """Samples done, response tokens per second, and the time left at this run's pace.
-
-    A terminal shows a bar; a log file gets a line now and then.
-    """
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("samples"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[pace]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("samples", total=1, pace="starting the engine")
-        self._started = self._spoke = time.monotonic()
-        self._at_start = 0
-        self._tokens = 0
-
-    def report(self, done: int, total: int, sample: Sample | None) -> None:
-        now = time.monotonic()
-        if sample is None:
-            self._started, self._at_start = now, done
-            self._bar.update(self._task, completed=done, total=total)
-            return
-        self._tokens += len(sample.response)
-        elapsed = max(now - self._started, 1e-3)
-        left = timedelta(seconds=round((total - done) * elapsed / (done - self._at_start)))
-        pace = f"{self._tokens / elapsed:,.0f} tokens/s, {left} left"
-        self._bar.update(self._task, completed=done, total=total, pace=pace)
-        if not self._console.is_terminal and now - self._spoke > LINE_EVERY_SECONDS:
-            self._spoke = now
-            self._console.print(f"samples {done}/{total}, {pace}", highlight=False)
-
-
-def print_manifest(manifest: Manifest, out: Path) -> None:
-    table = Table(box=box.SIMPLE)
-    for heading in ("source", "samples", "prompt tokens", "response tokens"):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
-    for source, count in manifest.counts.items():
-        numbers = (count.samples, count.prompt_tokens, count.response_tokens)
-        table.add_row(source, *(f"{number:,}" for number in numbers))
+def print_summary(manifest: Manifest, settings: DataSettings) -> None:
+    """The counts of a complete part, and the next command."""
+    rows = [
+        [source, *(f"{n:,}" for n in (count.samples, count.prompt_tokens, count.response_tokens))]
+        for source, count in manifest.counts.items()
+    ]
     console = Console()
-    console.print(table)
+    console.print(table(None, ("source", "samples", "prompt tokens", "response tokens"), rows))
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     if manifest.skipped:
-        console.print(
-            f"skipped {manifest.skipped:,} conversations: longer than --max-length leaves room "
-            "for, or with a user turn that the target left empty"
+        say(
+            f"Skipped {manifest.skipped:,} conversations: longer than --max-length allows, or the "
+            "target wrote no user turn."
         )
-    console.print(
-        f"{out}: answers of {manifest.job.target}, part {manifest.part} of {manifest.job.parts}"
-    )
+    samples = sum(count.samples for count in manifest.counts.values())
+    part = f", part {manifest.part} of {manifest.job.parts}" if manifest.job.parts > 1 else ""
+    say(f"Wrote {samples:,} answers of {manifest.job.target} to {settings.out}{part}.")
+    others = "generate the other parts with --shard, then " if manifest.job.parts > 1 else ""
+    say(f"Next: {others}leadout train {settings.target} --data {settings.out} --out DIR")

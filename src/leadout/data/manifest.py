@@ -1,4 +1,4 @@
-"""What a data folder holds: which target answered, how it was asked, and how much came of it."""
+"""What a data folder contains: the job that made it, its settings, and counts by source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from leadout.files import replacing
+from leadout.files import read_text, write_text
 from leadout.shards import Samples, ShardError
 
 
@@ -17,7 +17,7 @@ class _Record(BaseModel):
 
 
 class Sampling(_Record):
-    """How answers are drawn: a share of them greedily, the others at a temperature."""
+    """How answers are sampled: a share of them greedily, the others at a temperature."""
 
     greedy_share: float
     temperature: float
@@ -29,7 +29,7 @@ class Sampling(_Record):
 
 
 class Job(_Record):
-    """All that determines the answers; every part of a job split over machines has the same."""
+    """Everything that determines the answers; equal in all parts of a job."""
 
     target: str
     target_fingerprint: str
@@ -67,24 +67,24 @@ class Manifest(_Record):
     part: int  # 1..parts
     complete: bool
     counts: dict[str, Count]  # by source
-    skipped: int  # conversations that are too long, or whose user turn the target left empty
+    skipped: int  # conversations that are too long, or for which the target wrote no user turn
     versions: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Self:
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(read_text(path))
         except ValidationError as problem:
             first = problem.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
             raise ShardError(
-                f"{path}: {field}: {first['msg']}; wanted a manifest as `leadout data` writes it"
+                f"{path}: {field or 'file'}: {first['msg']}. Expected a manifest that `leadout "
+                "data` wrote."
             ) from None
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_text(path, self.model_dump_json(indent=2) + "\n")
 
 
 def manifest_path(folder: Path, part: int, parts: int) -> Path:
@@ -96,22 +96,20 @@ def shard_path(folder: Path, part: int, parts: int) -> Path:
 
 
 class DataFolder:
-    """A folder that `leadout data` has written, whole or in parts."""
+    """A folder written by `leadout data`, in one or several parts."""
 
     def __init__(self, folder: Path) -> None:
         found = sorted(folder.glob("manifest-*.json"))
         if not found:
-            raise ShardError(
-                f"{folder}: found no manifest-*.json, wanted a folder that `leadout data` wrote"
-            )
+            problem = "contains no manifest-*.json" if folder.exists() else "does not exist"
+            raise ShardError(f"{folder} {problem}; expected a folder written by `leadout data`.")
         self.folder = folder
         self.manifests = [Manifest.read(path) for path in found]
         self.job = self.manifests[0].job
         for path, manifest in zip(found, self.manifests, strict=True):
             if manifest.job != self.job:
                 raise ShardError(
-                    f"{path}: found the settings of another job than in {found[0].name}, wanted "
-                    "the same; keep each job in a folder of its own"
+                    f"{path}: belongs to another job than {found[0].name}. Use one folder per job."
                 )
         shards = (shard_path(folder, m.part, self.job.parts) for m in self.manifests)
         self.shards = [path for path in shards if path.exists()]
@@ -125,8 +123,8 @@ class DataFolder:
         return sum(count.response_tokens for count in counts)
 
     def content_hash(self) -> str:
-        """Of the job and the set of its samples: names this data in what is made from it."""
-        total = 0  # a sum, as a run that was cut short leaves the same lines in another order
+        """A hash of the job and its set of samples, recorded in what is made from this data."""
+        total = 0  # a sum: a resumed run has the same lines in another order
         for path in self.shards:
             with path.open("rb") as lines:
                 for line in lines:

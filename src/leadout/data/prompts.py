@@ -1,35 +1,44 @@
-"""Where prompts come from: JSONL files, Hugging Face datasets, or the target itself.
+"""Prompts from JSONL files, Hugging Face datasets, or the target itself.
 
 A source is written as
 
-    path/to/file.jsonl     one object a line, with "turns", "prompt" or "messages", and maybe "id"
-    owner/name[:split]     a Hugging Face dataset with such columns; split "train" unless told
-    self[:N]               N user turns that the target writes from its empty chat template
+    path/to/file.jsonl     one JSON object per line, with "prompt", "turns" or "messages"; "id" is
+                           optional
+    owner/name[:split]     a Hugging Face dataset with such columns; the split defaults to "train"
+    self[:N]               N user turns that the target writes itself, from an empty conversation
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from leadout.errors import LeadoutError
+from leadout.errors import LeadoutError, shown
 
 SELF = "self"
+SUPPORTED = (
+    "expected a .jsonl file (one JSON object per line), a Hugging Face dataset (owner/name[:split])"
+    " or self:N"
+)
 _FILE_SUFFIX = ".jsonl"
+# Names with these endings are meant as files, not as datasets, also if they do not exist.
+_OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".txt", ".parquet", ".yaml", ".yml", ".gz", ".zst")
+_USER_ROLES = ("user", "human")
 
 
 class PromptError(LeadoutError):
-    """A prompt source that cannot be read as one."""
+    """A prompt source that cannot be read, or a prompt that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The user's side of a conversation; no turns: the target writes the first one itself."""
+    """The user's side of a conversation. Without turns, the target writes the first one itself."""
 
     id: str
     source: str
@@ -37,7 +46,7 @@ class Prompt:
 
 
 def read_prompts(sources: Sequence[str], limit: int | None = None) -> list[Prompt]:
-    """The prompts of all sources, at most `limit` of each; ids are unique or it is an error."""
+    """The prompts of all sources, at most `limit` of each; every id is unique."""
     prompts = [
         prompt for source in sources for prompt in islice(_read_source(source, limit), limit)
     ]
@@ -45,17 +54,17 @@ def read_prompts(sources: Sequence[str], limit: int | None = None) -> list[Promp
     for prompt in prompts:
         if prompt.id in seen:
             raise PromptError(
-                f"--prompts: found the id {prompt.id!r} twice, wanted each once; rename one of the "
-                "files, or give the prompts other ids"
+                f"--prompts: the id {prompt.id!r} occurs twice. Rename one of the files, or give "
+                "the prompts unique ids."
             )
         seen.add(prompt.id)
     if not prompts:
-        raise PromptError(f"--prompts: found no prompt in {', '.join(sources)}, wanted at least 1")
+        raise PromptError(f"--prompts: there are no prompts in {', '.join(sources)}.")
     return prompts
 
 
 def prompts_hash(prompts: Iterable[Prompt]) -> str:
-    """Of every prompt in its order: tells a file that has changed from the one it was."""
+    """A hash over ids and turns in their order, to detect that a file has changed."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.turns]).encode())
@@ -63,7 +72,7 @@ def prompts_hash(prompts: Iterable[Prompt]) -> str:
 
 
 def source_name(source: str) -> str:
-    """The short name that samples of this source carry."""
+    """The short name of a source, as recorded in its samples."""
     if source.endswith(_FILE_SUFFIX):
         return Path(source).stem
     name, _, split = source.partition(":")
@@ -76,34 +85,55 @@ def source_name(source: str) -> str:
 def _read_source(source: str, limit: int | None) -> Iterator[Prompt]:
     name = source_name(source)
     if source.endswith(_FILE_SUFFIX):
-        for number, (where, row) in enumerate(_rows_of_file(Path(source))):
-            identity = str(row.get("id", f"{name}/{number}"))
-            yield Prompt(identity, name, _user_turns(row, where))
+        for number, (where, row) in enumerate(_file_rows(Path(source))):
+            default = f"{name}/{number}"
+            yield _prompt(_id_of(row, default, where), name, _user_turns(row, where), where)
     elif name == SELF:
         for number in range(_self_count(source, limit)):
             yield Prompt(f"{SELF}/{number}", SELF, ())
     else:
-        # A dataset's own ids are often not unique, and its reader cannot mend them.
-        for number, row in enumerate(_rows_of_dataset(source)):
-            turns = _user_turns(row, f"{source}, row {number}")
-            yield Prompt(f"{name}/{number}", name, turns)
+        # Ids of public datasets are often not unique, and users cannot change them.
+        for number, row in enumerate(_dataset_rows(source)):
+            where = f"{source}, row {number}"
+            yield _prompt(f"{name}/{number}", name, _user_turns(row, where), where)
+
+
+def _prompt(identity: str, source: str, turns: tuple[str, ...], where: str) -> Prompt:
+    try:
+        "".join([identity, *turns]).encode()
+    except UnicodeEncodeError:  # JSON can hold half of a surrogate pair, which is no text
+        raise PromptError(
+            f"{where}: contains a lone surrogate (\\ud800 to \\udfff), which is not valid text. "
+            "Remove or repair it."
+        ) from None
+    return Prompt(identity, source, turns)
+
+
+def _id_of(row: Mapping[str, Any], default: str, where: str) -> str:
+    identity = row.get("id")
+    if identity is None:
+        return default
+    if not isinstance(identity, str | int | float):
+        kind = type(identity).__name__
+        raise PromptError(f"{where}: `id` is a {kind}, expected a string or a number.")
+    return str(identity)
 
 
 def _self_count(source: str, limit: int | None) -> int:
     count = source.partition(":")[2]
     if source == SELF and limit is not None:
         return limit
-    if not count.isdecimal() or int(count) < 1:
+    if not re.fullmatch("[0-9]{1,9}", count) or int(count) < 1:
         raise PromptError(
-            f"--prompts {source}: found {count or 'no number'!r}, wanted how many prompts the "
-            "target shall write, for instance self:1000"
+            f"--prompts {source}: expected the number of prompts that the target should write, for "
+            "example self:1000."
         )
     return int(count)
 
 
-def _rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _file_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.is_file():
-        raise PromptError(f"--prompts {path}: found no such file, wanted JSONL; check the path")
+        raise PromptError(f"--prompts {path}: no such file. Check the path.")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -111,29 +141,33 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as problem:  # no JSON, or no text
-                raise PromptError(f"{where}: {problem}; wanted one JSON object a line") from None
+            except (ValueError, RecursionError) as problem:  # neither JSON nor UTF-8, or too deep
+                raise PromptError(
+                    f"{where}: {problem}. Expected one JSON object per line."
+                ) from None
             if not isinstance(row, dict):
-                raise PromptError(f"{where}: found {type(row).__name__}, wanted a JSON object")
+                raise PromptError(f"{where}: expected a JSON object, got {type(row).__name__}.")
             yield where, row
 
 
-def _rows_of_dataset(source: str) -> Iterator[Mapping[str, Any]]:
+def _dataset_rows(source: str) -> Iterator[Mapping[str, Any]]:
+    if Path(source).is_file() or source.lower().endswith(_OTHER_SUFFIXES):
+        raise PromptError(f"--prompts {source}: this kind of file is not supported; {SUPPORTED}.")
     try:
         import datasets
     except ImportError:
         raise PromptError(
-            f"--prompts {source}: a Hugging Face dataset needs the package datasets, which is not "
-            "installed; pip install 'leadout[data]'"
+            f"--prompts {source} was taken for a Hugging Face dataset, which requires the package "
+            f"datasets: pip install 'leadout[data]'. Otherwise, {SUPPORTED}."
         ) from None
     name, _, split = source.partition(":")
     try:
         rows = datasets.load_dataset(name, split=split or "train")
-    except Exception as problem:  # datasets raises many kinds; all mean that it cannot be had
+    except Exception as problem:  # datasets raises many kinds of errors
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         raise PromptError(
-            f"--prompts {source}: found neither a .jsonl file nor a dataset that can be loaded "
-            f"({reason}); check the name, the split and the network"
+            f"--prompts {source}: cannot be loaded as a Hugging Face dataset ({reason}). Check the "
+            f"name, the split and the network; {SUPPORTED}."
         ) from None
     yield from rows
 
@@ -148,20 +182,18 @@ def _user_turns(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
         turns = _turns_of_messages(row.get("messages") or row.get("conversations"))
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
         raise PromptError(
-            f"{where}: found the fields {sorted(row)}, wanted user turns as non-empty text in "
-            "`turns`, `prompt`, `instruction`, `messages` or `conversations`"
+            f"{where}: no user turns. Expected non-empty text in `prompt`, `turns`, `messages`, "
+            f"`instruction` or `conversations`; the fields are {shown(sorted(row))}."
         )
     return tuple(turns)
 
 
 def _turns_of_messages(messages: object) -> list[object]:
-    """What the user says in a list of messages, in either of the two common spellings."""
+    """The user's messages, with the keys of OpenAI (role, content) or ShareGPT (from, value)."""
     if not isinstance(messages, list):
         return []
-    of_user = (
-        message
+    return [
+        message.get("content") or message.get("value")
         for message in messages
-        if isinstance(message, dict)
-        and (message.get("role") or message.get("from")) in {"user", "human"}
-    )
-    return [message.get("content") or message.get("value") for message in of_user]
+        if isinstance(message, dict) and (message.get("role") or message.get("from")) in _USER_ROLES
+    ]

@@ -1,4 +1,4 @@
-"""Conversations become the token ids that the target is served with."""
+"""Conversations are rendered into the token ids that the target is served with."""
 
 from __future__ import annotations
 
@@ -19,66 +19,66 @@ def chat_with(folder: Path, template: str | None, thinking: bool | None = None) 
     return Chat(folder, thinking)
 
 
-def test_a_prompt_ends_where_the_target_answers(chat: Chat) -> None:
+def test_a_prompt_ends_where_the_answer_starts(chat: Chat) -> None:
     expected = words("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert chat.prompt(["Hi"]) == expected
     assert expected.count(START_OF_TURN) == 2
 
 
-def test_earlier_answers_stand_between_the_turns(chat: Chat) -> None:
+def test_earlier_answers_are_placed_between_the_turns(chat: Chat) -> None:
     assert chat.prompt(["Hi", "And?"], ["Ho"]) == words(
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
         "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_the_thinking_mode_is_the_templates_unless_told(tokenizer_folder: Path, chat: Chat) -> None:
+def test_the_thinking_mode_defaults_to_the_templates(tokenizer_folder: Path, chat: Chat) -> None:
     closed = words("<think>\n\n</think>\n\n")
     assert Chat(tokenizer_folder, thinking=True).prompt(["Hi"]) == chat.prompt(["Hi"])
     assert Chat(tokenizer_folder, thinking=False).prompt(["Hi"]) == chat.prompt(["Hi"]) + closed
 
 
-def test_a_thinking_mode_that_the_template_ignores_is_refused(tmp_path: Path) -> None:
+def test_a_thinking_mode_that_the_template_ignores_is_an_error(tmp_path: Path) -> None:
     template = CHAT_TEMPLATE.replace("enable_thinking", "other_name")
     assert chat_with(tmp_path, template).prompt(["Hi"])
-    with pytest.raises(TemplateError, match="the same with and without thinking"):
+    with pytest.raises(TemplateError, match="does not read enable_thinking"):
         Chat(tmp_path, thinking=False)
 
 
-def test_the_user_prefix_ends_where_the_user_begins(chat: Chat) -> None:
+def test_the_user_prefix_ends_where_the_users_text_starts(chat: Chat) -> None:
     assert chat.user_prefix() == words("<|im_start|>user\n")
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
+    ("template", "problem"),
     [
-        ("user: {{ messages[0].content | upper }}", "the user's text changed"),
-        ("{{ messages[0].content }}", "nothing before the user's text"),
+        ("user: {{ messages[0].content | upper }}", "changes the user's text"),
+        ("{{ messages[0].content }}", "puts nothing before the user's text"),
     ],
 )
-def test_a_template_without_a_user_prefix_is_refused_for_self(
-    tmp_path: Path, template: str, found: str
+def test_a_template_without_a_user_prefix_cannot_be_used_for_self(
+    tmp_path: Path, template: str, problem: str
 ) -> None:
-    with pytest.raises(TemplateError, match=f"found {found}"):
+    with pytest.raises(TemplateError, match=problem):
         chat_with(tmp_path, template).user_prefix()
 
 
-def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TemplateError, match="found no chat template"):
+def test_a_tokenizer_without_template_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="has no chat template"):
         chat_with(tmp_path, None)
 
 
-def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TemplateError, match="found no tokenizer"):
+def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="the tokenizer cannot be loaded"):
         Chat(tmp_path)
 
 
-def test_text_leaves_out_special_tokens(chat: Chat) -> None:
+def test_text_omits_special_tokens(chat: Chat) -> None:
     assert chat.text([*words("Grüße"), END_OF_TURN]) == "Grüße"
     assert chat.end_of_turn == END_OF_TURN
 
 
-def test_hashes_tell_templates_and_tokenizers_apart(tmp_path: Path, chat: Chat) -> None:
+def test_hashes_distinguish_templates_and_tokenizers(tmp_path: Path, chat: Chat) -> None:
     other = chat_with(tmp_path, CHAT_TEMPLATE.replace("assistant", "model"))
     assert other.template_hash != chat.template_hash
     assert other.tokenizer_hash == chat.tokenizer_hash

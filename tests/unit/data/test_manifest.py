@@ -1,4 +1,4 @@
-"""A data folder knows its job, its counts and its content."""
+"""A data folder has one job, counts by source, and a hash of its content."""
 
 from __future__ import annotations
 
@@ -42,21 +42,23 @@ def test_parts_are_read_as_one(tmp_path: Path, job: Callable[..., Job]) -> None:
     assert data.manifests[0].counts["s"].prompt_tokens == 4
 
 
-def test_parts_of_different_jobs_are_refused(tmp_path: Path, job: Callable[..., Job]) -> None:
+def test_parts_of_different_jobs_are_an_error(tmp_path: Path, job: Callable[..., Job]) -> None:
     write_part(tmp_path, job(parts=2), 1, ["a"])
     write_part(tmp_path, job(parts=2, target_fingerprint="other"), 2, ["b"])
-    with pytest.raises(
-        ShardError, match=r"manifest-2-of-2\.json: found the settings of another job"
-    ):
+    with pytest.raises(ShardError, match=r"manifest-2-of-2\.json: belongs to another job"):
         DataFolder(tmp_path)
 
 
-def test_a_folder_without_manifest_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match="wanted a folder that `leadout data` wrote"):
+def test_a_folder_without_manifest_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"contains no manifest.*written by `leadout data`"):
         DataFolder(tmp_path)
+    with pytest.raises(ShardError, match="does not exist"):
+        DataFolder(tmp_path / "missing")
 
 
-def test_a_broken_manifest_names_file_and_field(tmp_path: Path, job: Callable[..., Job]) -> None:
+def test_a_broken_manifest_is_an_error_with_file_and_field(
+    tmp_path: Path, job: Callable[..., Job]
+) -> None:
     write_part(tmp_path, job(), 1, ["a"])
     path = manifest_path(tmp_path, 1, 1)
     content = json.loads(path.read_text())
@@ -66,7 +68,9 @@ def test_a_broken_manifest_names_file_and_field(tmp_path: Path, job: Callable[..
         DataFolder(tmp_path)
 
 
-def test_the_content_hash_is_of_the_set(tmp_path: Path, job: Callable[..., Job]) -> None:
+def test_the_content_hash_depends_on_the_set_of_samples(
+    tmp_path: Path, job: Callable[..., Job]
+) -> None:
     def content_hash(name: str, job: Job, samples: list[str]) -> str:
         write_part(tmp_path / name, job, 1, samples)
         return DataFolder(tmp_path / name).content_hash()

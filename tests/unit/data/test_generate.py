@@ -1,18 +1,20 @@
-"""Conversations go through the engine turn by turn, and go on where a run was cut off."""
+"""Conversations run through the engine turn by turn, and resume where a run was interrupted."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, KilledError
 
 from leadout.data.chat import Chat
-from leadout.data.generate import USER_TURN_TEMPERATURE, Answering, conversations
+from leadout.data.generate import USER_TURN_TEMPERATURE, AnswerQueue, conversations
 from leadout.data.manifest import Sampling
 from leadout.data.prompts import Prompt
 from leadout.shards import Sample, ShardWriter, WrittenSamples
+from support.fake_engine import FakeEngine, KilledError
+from support.models import ROOT
 
 PROMPTS = [
     Prompt("a/0", "a", ("One?",)),
@@ -24,7 +26,7 @@ PROMPTS = [
 
 
 class Run:
-    """One run of `Answering` on a file, from what the file holds."""
+    """One run of `AnswerQueue` that continues the samples in a file."""
 
     def __init__(
         self,
@@ -35,18 +37,18 @@ class Run:
         *,
         prompts: list[Prompt] = PROMPTS,
         part: tuple[int, int] = (1, 1),
-        ahead: int = 2,
+        max_queued: int = 2,
     ) -> None:
         self.reported: list[Sample] = []
         self.killed = False
         with ShardWriter(path) as writer:
             done = WrittenSamples(path, lambda _: None)
-            answering = Answering(engine, chat, sampling, writer, ahead)  # type: ignore[arg-type]
+            queue = AnswerQueue(engine, chat, sampling, writer, max_queued)  # type: ignore[arg-type]
             try:
-                answering.run(conversations(prompts, sampling, *part), done, self.reported.append)
+                queue.run(conversations(prompts, sampling, *part), done, self.reported.append)
             except KilledError:
                 self.killed = True
-        self.skipped = answering.skipped
+        self.skipped = queue.skipped
         self.samples: Mapping[str, Sample] = dict(WrittenSamples(path, lambda _: None))
 
 
@@ -55,7 +57,7 @@ def whole(tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]) -> Run:
     return Run(tmp_path / "whole.jsonl", chat, sampling(), FakeEngine())
 
 
-def test_every_turn_is_a_sample(whole: Run) -> None:
+def test_every_turn_becomes_a_sample(whole: Run) -> None:
     assert sorted(whole.samples) == [
         "a/0#0/0",
         "a/1#0/0",
@@ -71,7 +73,7 @@ def test_every_turn_is_a_sample(whole: Run) -> None:
     assert whole.skipped == 0
 
 
-def test_a_later_turn_is_asked_with_the_targets_own_answers(whole: Run, chat: Chat) -> None:
+def test_later_turns_follow_the_targets_own_answers(whole: Run, chat: Chat) -> None:
     first, second, third = (whole.samples[f"a/1#0/{turn}"] for turn in range(3))
     said = [chat.text(first.response), chat.text(second.response)]
     assert all(len(text) == 3 and text.isalpha() for text in said)
@@ -79,7 +81,7 @@ def test_a_later_turn_is_asked_with_the_targets_own_answers(whole: Run, chat: Ch
     assert third.prompt == chat.prompt(["One?", "Two?", "Three?"], said)
 
 
-def test_self_writes_the_users_turn_too(
+def test_for_self_the_target_writes_the_user_turn(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
 ) -> None:
     engine = FakeEngine()
@@ -97,7 +99,7 @@ def test_self_writes_the_users_turn_too(
         assert list(prompt) == chat.prompt([chat.text(prompt[begin : begin + 3])])
 
 
-def test_the_greedy_share_is_kept(
+def test_the_greedy_share_is_as_requested(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
 ) -> None:
     prompts = [Prompt(f"p/{n}", "p", ("One?",)) for n in range(400)]
@@ -120,7 +122,7 @@ def test_only_one_answer_to_a_prompt_is_greedy(
     assert {ask.top_p for ask in engine.asked if ask.temperature == 0.0} == {1.0}
 
 
-def test_another_seed_draws_other_answers(
+def test_another_seed_gives_other_answers(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
 ) -> None:
     one, same, other = (
@@ -130,7 +132,7 @@ def test_another_seed_draws_other_answers(
     assert one == same != other
 
 
-def test_parts_share_the_work_out(
+def test_the_parts_of_a_job_divide_the_samples(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling], whole: Run
 ) -> None:
     parts = [
@@ -141,7 +143,7 @@ def test_parts_share_the_work_out(
     assert parts[0] | parts[1] | parts[2] == whole.samples
 
 
-def test_a_run_cut_off_anywhere_goes_on_to_the_same_samples(
+def test_a_run_interrupted_anywhere_resumes_to_the_same_samples(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling], whole: Run
 ) -> None:
     steps = len(whole.samples) + 2  # two user turns
@@ -153,29 +155,29 @@ def test_a_run_cut_off_anywhere_goes_on_to_the_same_samples(
         resumed = Run(path, chat, sampling(), engine)
         assert resumed.samples == whole.samples
         assert path.read_bytes().startswith(written)  # only grows
-        # No answer is asked for again: what was written is not, and a user turn may be.
+        # Nothing that was written is requested again; user turns may be.
         assert len(engine.asked) <= steps - len(written.splitlines())
 
 
-def test_a_run_killed_after_every_step_ends(
+def test_a_run_killed_after_every_step_finishes(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling], whole: Run
 ) -> None:
     path = tmp_path / "a.jsonl"
     for _ in range(len(whole.samples)):
-        run = Run(path, chat, sampling(), FakeEngine(dies_after=2), ahead=1)
+        run = Run(path, chat, sampling(), FakeEngine(dies_after=2), max_queued=1)
     assert not run.killed
     assert run.samples == whole.samples
 
 
-def test_the_engine_is_kept_fed_but_not_flooded(
+def test_the_queue_of_the_engine_is_kept_full_but_bounded(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
 ) -> None:
     engine = FakeEngine()
-    Run(tmp_path / "a.jsonl", chat, sampling(), engine, ahead=3)
-    assert engine.most_at_once == 3
+    Run(tmp_path / "a.jsonl", chat, sampling(), engine, max_queued=3)
+    assert engine.max_running == 3
 
 
-def test_what_does_not_fit_is_skipped_and_counted(
+def test_conversations_that_are_too_long_are_skipped_and_counted(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
 ) -> None:
     room = len(chat.prompt(["One?"])) + 8
@@ -191,9 +193,23 @@ def test_what_does_not_fit_is_skipped_and_counted(
     assert Run(tmp_path / "b.jsonl", chat, tighter, FakeEngine(), prompts=prompts).skipped == 3
 
 
-def test_an_empty_turn_of_self_is_skipped_and_counted(
+def test_an_empty_user_turn_is_skipped_and_counted(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
 ) -> None:
     run = Run(tmp_path / "a.jsonl", chat, sampling(), FakeEngine(silent=True), prompts=PROMPTS[3:])
     assert not run.samples
     assert run.skipped == 2
+
+
+def test_ten_kills_gave_the_samples_of_an_uninterrupted_run() -> None:
+    """The committed result of scripts/kill_data.py, with the real engine."""
+    result = json.loads((ROOT / "results" / "data" / "kill.json").read_text())
+    assert result["provenance"]["command"].startswith("python scripts/kill_data.py")
+    assert result["equal"] is True
+    assert result["same_manifest"] is True
+    assert result["missing"] == result["different"] == 0
+    assert result["samples"] == result["samples_after_kills"] > 500
+    kills = result["kills"]
+    assert len(kills) == 10
+    assert sum(kill["new_samples"] > 0 for kill in kills) >= 5
+    assert kills[-1]["samples"] < result["samples"]  # the last kill also came before the end

@@ -1,4 +1,4 @@
-"""An engine that answers at once, by a rule, and can be killed."""
+"""An engine that answers immediately, by a fixed rule, and can be killed or interrupted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from support.tiny_chat import END_OF_TURN
 
 
 class KilledError(Exception):
-    """Stands for the death of the process."""
+    """Simulates that the process is killed."""
 
 
 class FakeEngine:
-    """Answers the youngest request first, with letters that depend on prompt and seed alone."""
+    """Answers the newest request first, with letters that depend only on prompt and seed."""
 
-    def __init__(self, dies_after: int | None = None, silent: bool = False) -> None:
+    def __init__(
+        self,
+        dies_after: int | None = None,
+        silent: bool = False,
+        death: type[BaseException] = KilledError,
+    ) -> None:
         self.asked: list[Ask] = []
-        self.most_at_once = 0
+        self.max_running = 0
         self._queue: list[Ask] = []
-        self._dies_after = dies_after
-        self._silent = silent  # answers with nothing but the end of the turn
+        self._dies_after = dies_after  # steps
+        self._silent = silent  # answers with the end of the turn only
+        self._death = death
 
     @property
     def running(self) -> int:
@@ -30,12 +36,12 @@ class FakeEngine:
         assert ask.id not in [waiting.id for waiting in self._queue]
         self.asked.append(ask)
         self._queue.append(ask)
-        self.most_at_once = max(self.most_at_once, self.running)
+        self.max_running = max(self.max_running, self.running)
 
     def step(self) -> list[Answer]:
         if self._dies_after is not None:
             if self._dies_after == 0:
-                raise KilledError
+                raise self._death
             self._dies_after -= 1
         ask = self._queue.pop()
         draw = ask.seed if ask.temperature > 0 else 0
@@ -45,9 +51,9 @@ class FakeEngine:
 
 
 def _token(byte: int) -> int:
-    return byte - ord("!")  # as the tiny tokenizer numbers the printable ones
+    return byte - ord("!")  # the tiny tokenizer's number of a printable byte
 
 
 def starting(engine: FakeEngine) -> Any:
-    """Something to call in place of the engine's class."""
+    """A replacement for the class of the engine."""
     return lambda *_, **__: engine

@@ -1,22 +1,25 @@
-"""`leadout data` makes a job, continues it, and says what is wrong with what it was asked."""
+"""`leadout data` runs a job, resumes it, and reports wrong flags and folders."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from fake_engine import FakeEngine, KilledError, starting
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
-from leadout.data import generate as job
 from leadout.data.manifest import DataFolder
 from leadout.shards import ShardWriter
 from leadout.version import installed_versions
+from support.fake_engine import FakeEngine, KilledError, starting
 from support.tiny_chat import write_tiny_chat_target
+
+ENGINE = "leadout.engine.offline.TextEngine"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine()
-    monkeypatch.setattr(job, "TextEngine", starting(engine))
+    monkeypatch.setattr(ENGINE, starting(engine))
     return engine
 
 
@@ -40,7 +43,7 @@ def asked(tmp_path: Path) -> Path:
 
 
 class Command:
-    """The command with the flags that every test gives."""
+    """The command with the flags that all tests use."""
 
     def __init__(self, target: Path, asked: Path, out: Path) -> None:
         self.target, self.asked, self.out = target, asked, out
@@ -60,7 +63,7 @@ def command(target: Path, asked: Path, tmp_path: Path) -> Command:
     return Command(target, asked, tmp_path)
 
 
-def test_the_manifest_tells_what_was_made_and_how(command: Command) -> None:
+def test_the_manifest_has_the_job_and_its_counts(command: Command) -> None:
     ended = command("--prompts", "self:2", "--seed", "7", "--no-thinking", "--json")
     assert ended.exit_code == 0, ended.output
     manifest = json.loads(ended.stdout)
@@ -85,7 +88,9 @@ def test_the_manifest_tells_what_was_made_and_how(command: Command) -> None:
         }
 
 
-def test_the_table_shows_counts_and_what_was_skipped(command: Command, asked: Path) -> None:
+def test_the_summary_has_counts_skipped_conversations_and_the_next_step(
+    command: Command, asked: Path
+) -> None:
     with asked.open("a") as file:
         file.write(json.dumps({"prompt": "x" * 300}) + "\n")
     ended = command()
@@ -94,31 +99,34 @@ def test_the_table_shows_counts_and_what_was_skipped(command: Command, asked: Pa
         "asked",
         "4",
     ]
-    assert "skipped 1 conversations" in ended.stdout
-    assert "answers of tiny-target, part 1 of 1" in ended.stdout
+    assert "Skipped 1 conversations" in ended.stdout
+    assert f"Wrote 4 answers of tiny-target to {command.out / 'data'}." in ended.stdout
+    assert f"Next: leadout train {command.target} --data {command.out / 'data'}" in ended.stdout
 
 
-def test_two_parts_are_the_whole(command: Command) -> None:
+def test_two_parts_have_the_samples_of_the_whole(command: Command) -> None:
     assert command("--prompts", "self:3", out="whole").exit_code == 0
     for part in ("1/2", "2/2"):
-        assert command("--prompts", "self:3", "--shard", part).exit_code == 0
+        ended = command("--prompts", "self:3", "--shard", part)
+        assert ended.exit_code == 0
+        assert "Next: generate the other parts with --shard" in ended.stdout
     assert command.samples() == command.samples("whole")
     assert len(DataFolder(command.out / "data").manifests) == 2
 
 
-def test_a_killed_job_goes_on_with_resume_only(
+def test_a_killed_job_continues_only_with_resume(
     command: Command, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
     assert command(out="whole").exit_code == 0
-    monkeypatch.setattr(job, "TextEngine", starting(FakeEngine(dies_after=2)))
+    monkeypatch.setattr(ENGINE, starting(FakeEngine(dies_after=2)))
     assert isinstance(command().exception, KilledError)
     assert len(command.samples()) == 2
     assert not DataFolder(command.out / "data").manifests[0].complete
 
-    monkeypatch.setattr(job, "TextEngine", starting(engine))
+    monkeypatch.setattr(ENGINE, starting(engine))
     refused = command()
     assert refused.exit_code == 2
-    assert "give --resume to continue it" in refused.stderr
+    assert "Add --resume to continue it" in refused.stderr
     assert command("--resume").exit_code == 0
     assert command.samples() == command.samples("whole")
     whole, resumed = (DataFolder(command.out / name) for name in ("whole", "data"))
@@ -126,14 +134,14 @@ def test_a_killed_job_goes_on_with_resume_only(
     assert resumed.manifests == whole.manifests
 
 
-def test_a_complete_job_is_not_begun_again(
+def test_a_complete_job_is_not_started_again(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command("--resume").exit_code == 0  # nothing to resume is a beginning
-    monkeypatch.delattr(job, "TextEngine")
+    assert command("--resume").exit_code == 0  # without an earlier run it starts one
+    monkeypatch.delattr(ENGINE)
     ended = command("--resume")
     assert ended.exit_code == 0
-    assert "part 1 of 1" in ended.stdout
+    assert "Wrote 4 answers" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -147,73 +155,119 @@ def test_a_complete_job_is_not_begun_again(
         (["--shard", "1/2"], "parts"),
     ],
 )
-def test_a_folder_takes_one_job_only(command: Command, flags: list[str], field: str) -> None:
+def test_a_folder_holds_one_job(command: Command, flags: list[str], field: str) -> None:
     assert command().exit_code == 0
     before = sorted(path.name for path in (command.out / "data").iterdir())
     refused = command("--resume", *flags)
     assert refused.exit_code == 2
-    assert f"manifest-1-of-1.json: {field}: found" in refused.stderr
+    assert f"manifest-1-of-1.json: {field} is " in refused.stderr
     assert sorted(path.name for path in (command.out / "data").iterdir()) == before
 
 
-def test_a_prompt_file_that_has_changed_is_another_job(command: Command, asked: Path) -> None:
+def test_a_changed_prompt_file_is_another_job(command: Command, asked: Path) -> None:
     assert command().exit_code == 0
     asked.write_text(asked.read_text().replace("Three", "Thirteen"))
     refused = command("--resume")
     assert refused.exit_code == 2
-    assert "prompts_hash: found" in refused.stderr
+    assert "prompts_hash is" in refused.stderr
 
 
-def test_samples_without_their_manifest_are_not_continued(command: Command) -> None:
+def test_samples_without_their_manifest_are_not_resumed(command: Command) -> None:
     assert command().exit_code == 0
     (command.out / "data" / "manifest-1-of-1.json").unlink()
     refused = command("--resume")
     assert refused.exit_code == 2
-    assert "found samples without manifest-1-of-1.json" in refused.stderr
+    assert "has samples but manifest-1-of-1.json is missing" in refused.stderr
 
 
-def test_a_job_under_way_is_not_joined(command: Command) -> None:
+def test_a_job_of_another_process_is_not_joined(command: Command) -> None:
     with ShardWriter(command.out / "data" / "samples-1-of-1.jsonl"):
         refused = command("--resume")
     assert refused.exit_code == 2
-    assert "found another process that writes it" in refused.stderr
+    assert "another process" in refused.stderr
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/2/3", "-1/2", ""])
-def test_a_bad_shard_is_named(command: Command, shard: str) -> None:
+def test_a_wrong_shard_is_an_error(command: Command, shard: str) -> None:
     refused = command("--shard", shard)
     assert refused.exit_code == 2
-    assert "--shard" in refused.stderr
-    assert f"found {shard!r}, wanted i/n with 1 <= i <= n" in refused.stderr
+    assert f"--shard: got {shard!r}, expected i/n with 1 <= i <= n" in refused.stderr
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
-        (["--max-new-tokens", "200"], "wanted less than --max-length (200)"),
+        (["--max-new-tokens", "200"], "must be less than --max-length 200"),
         (["--greedy-share", "1.5"], "--greedy-share"),
         (["--temperature", "0"], "--temperature"),
-        (["--prompts", "gone.jsonl"], "gone.jsonl: found no such file"),
-        (["--prompts", "self"], "for instance self:1000"),
+        (["--prompts", "gone.jsonl"], "gone.jsonl: no such file"),
+        (["--prompts", "self"], "for example self:1000"),
     ],
 )
-def test_a_bad_flag_is_named_and_leaves_no_trace(
-    command: Command, flags: list[str], words: str
+def test_a_wrong_flag_is_an_error_and_writes_nothing(
+    command: Command, flags: list[str], message: str
 ) -> None:
     refused = command(*flags)
     assert refused.exit_code == 2
-    assert words in refused.stderr
+    assert message in refused.stderr
     assert not (command.out / "data").exists()
 
 
-def test_an_out_that_is_a_file_is_refused(command: Command, asked: Path) -> None:
+def test_an_out_that_is_a_file_is_an_error(command: Command, asked: Path) -> None:
     refused = command(out=asked.name)
     assert refused.exit_code == 2
-    assert "found a file, wanted a folder" in refused.stderr
+    assert "is a file, expected a folder" in refused.stderr
 
 
-def test_a_target_that_is_nowhere_is_named(asked: Path, tmp_path: Path) -> None:
+def test_a_missing_target_is_an_error(asked: Path, tmp_path: Path) -> None:
     words = ["data", str(tmp_path / "gone"), "--prompts", str(asked), "--out", str(tmp_path / "o")]
     refused = CliRunner().invoke(app, words)
     assert refused.exit_code == 2
-    assert "found neither a folder nor a hub model" in refused.stderr
+    assert str(tmp_path / "gone") in refused.stderr
+
+
+def test_an_unwritable_out_is_an_error_before_any_work(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.delattr(ENGINE)
+    refused = command()
+    assert refused.exit_code == 2
+    assert "no permission to write" in refused.stderr
+
+
+def test_ctrl_c_reports_where_it_stopped_and_how_to_continue(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ENGINE, starting(FakeEngine(dies_after=2, death=KeyboardInterrupt)))
+    stopped = command()
+    assert stopped.exit_code == 130
+    assert "Stopped after 2 of 4 samples" in stopped.stderr
+    assert "Run the same command with --resume" in stopped.stderr
+    (manifest,) = DataFolder(command.out / "data").manifests
+    assert manifest.counts["asked"].samples == 2
+    assert not manifest.complete
+
+
+def test_progress_shows_tokens_per_second(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leadout.console.LINE_SECONDS", 0.0)
+    ended = command()
+    assert "leadout data: starting vLLM" in ended.stderr
+    assert "leadout data: answers 4/4" in ended.stderr
+    assert "tokens/s" in ended.stderr
+
+
+def test_wrong_prompts_are_reported_before_torch_or_the_engine_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from leadout.cli.app import app\n"
+        f"words = ['data', 'target', '--prompts', 'asked.json', '--out', {str(tmp_path)!r}]\n"
+        "ended = CliRunner().invoke(app, words)\n"
+        "assert 'expected a .jsonl file' in ended.stderr, ended.output\n"
+        "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.strip() == "[]", ended.stderr
