@@ -202,7 +202,7 @@ def test_an_empty_user_turn_is_skipped_and_counted(
 
 
 def test_ten_kills_gave_the_samples_of_an_uninterrupted_run() -> None:
-    """The committed result of scripts/kill_data.py, with the real engine."""
+    """The committed result of experiments/data_kill.py, with the real engine."""
     result = json.loads((ROOT / "results" / "data" / "kill.json").read_text())
     assert result["provenance"]["command"].startswith("python scripts/kill_data.py")
     assert result["equal"] is True
