@@ -80,7 +80,7 @@ def main() -> None:
                 "in its thread": processor_seconds(captures[arm]._thread) / time_of_arm,
             }
             captures[arm].close()
-            numbers[arm] = captures[arm].numbers.model_dump()
+            numbers[arm] = captures[arm].counters.model_dump()
         written = sum(1 for path in segment_paths(Path(folder)) for _ in read_shard(path))
     result = {
         "provenance": Provenance.of_this_run().model_dump(),

@@ -72,7 +72,7 @@ def test_traffic_of_another_target_is_refused(world: World, tmp_path: Path) -> N
 
 def test_a_copy_is_taken_that_others_cannot_read(world: World, tmp_path: Path) -> None:
     asked = requests(NEW, 8)
-    capture = write_capture(tmp_path / "capture", world.target, asked, segment_paths=3)
+    capture = write_capture(tmp_path / "capture", world.target, asked, segments=3)
     for path in segment_paths(capture):
         path.chmod(0o600)
     copied = snapshot(capture, fingerprint(world.target), tmp_path / "copy")
