@@ -1,4 +1,4 @@
-"""One rank of a training run, for torchrun: writes what rank 0 saw.
+"""One rank of a training run, for torchrun: rank 0 writes the results.
 
 torchrun --standalone --nproc-per-node 2 -m support.train_rank TARGET DATA SETTINGS OUT
 """
@@ -19,17 +19,17 @@ from leadout.train.optimizer import sum_gradients_over_ranks
 from leadout.train.run import Run, complete_settings, read_corpus
 from support.models import TINY_VOCAB
 
-FIRST, FINAL, JUDGED = "first.safetensors", "final.safetensors", "judged.json"
+FIRST, FINAL, VALIDATION = "first.safetensors", "final.safetensors", "validation.json"
 
 
 def main() -> None:
     target, data, out = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[4])
     config = TrainConfig(**json.loads(sys.argv[3]))
     with joined_ranks() as ranks:
-        train_and_tell(target, DataFolder(data), config, out, ranks)
+        train_and_write(target, DataFolder(data), config, out, ranks)
 
 
-def train_and_tell(
+def train_and_write(
     target: Path, data: DataFolder, config: TrainConfig, out: Path, ranks: Ranks
 ) -> None:
     """The gradients of the first step, a validation before training, and the final weights."""
@@ -50,7 +50,7 @@ def train_and_tell(
     if ranks.is_leader:
         save_file(gradients, out / FIRST)
         save_file(run.weights.named(), out / FINAL)
-        (out / JUDGED).write_text(validation.model_dump_json())
+        (out / VALIDATION).write_text(validation.model_dump_json())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""`leadout train`: a drafter for a target, from the target's own answers.
-
-Every field of the training config is a flag; they are added to the command's own below.
-"""
+"""`leadout train`: a drafter for a target, from the target's own answers."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from leadout.cli.options import settings_of
+from leadout.cli.options import require, settings_of
 
 
 def train(
@@ -17,35 +14,52 @@ def train(
     data: Annotated[Path, typer.Option(help="Folder that `leadout data` wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the run and the drafter.")],
     config: Annotated[
-        Path | None, typer.Option(help="Yaml file of settings; flags come before it.")
+        Path | None, typer.Option(help="YAML file with settings; flags override it.")
     ] = None,
     to: Annotated[
-        Literal["zlab", "speculators"], typer.Option("--format", help="Format of the drafter.")
+        Literal["zlab", "speculators"],
+        typer.Option("--format", help="File format of the drafter.", show_default=True),
     ] = "zlab",
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a run cut short.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the run in --out, with its settings, where it stopped."
+        ),
+    ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Tell tokens, memory, disk and time; train nothing.")
+        bool,
+        typer.Option(
+            "--plan", help="Only estimate time, memory, disk and acceptance, from a few steps."
+        ),
     ] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train a drafter and prove its acceptance in vLLM.
+    """Train a drafter and verify its acceptance in vLLM.
 
     For several processes or machines, start it with torchrun: torchrun --nproc-per-node 8 -m
     leadout train ...
     """
-    from leadout.cli import options as needs
+    require("train")
 
-    needs.require("train")
-
-    from leadout.train.command import RESOLVED, Command, carry_out
+    from leadout.train import command
     from leadout.train.config import TrainConfig
+    from leadout.train.export import SETTINGS
 
-    if resume and config is None and (out / RESOLVED).exists():
-        config = out / RESOLVED  # a continued run has its settings already
-    resolved = settings_of(context, TrainConfig, config)
-    report = carry_out(Command(target, data, out, resolved, to, resume, plan, tensorboard))
-    if report is not None:  # only the leading rank reports
-        typer.echo(report.model_dump_json(indent=2) if as_json else report.text())
+    if resume and config is None and (out / SETTINGS).exists():
+        config = out / SETTINGS
+    settings = settings_of(context, TrainConfig, config)
+    if plan:
+        planned = command.plan(target, data, settings)
+        if planned is not None:  # only the leading rank reports
+            typer.echo(planned.model_dump_json(indent=2) if as_json else planned.text())
+        return
+    report = command.train(
+        target, data, out, settings, to=to, resume=resume, tensorboard=tensorboard
+    )
+    if report is None:
+        return
+    typer.echo(report.model_dump_json(indent=2) if as_json else report.text())
+    typer.echo(command.what_next(report, target, out), err=True)

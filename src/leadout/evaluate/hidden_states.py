@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,6 +103,10 @@ class StatesOnDisk:
         for row, (index, sequence) in enumerate(sequences):
             self._read_into(wide[row, : len(sequence)], index)
         return Observation(wide[:, :, : -self._hidden_size], wide[:, :, -self._hidden_size :])
+
+    def has_all(self, indices: Iterable[int]) -> bool:
+        """Whether the states of all these samples are in the file."""
+        return all(self._is_written(index) for index in indices)
 
     def _write(self, items: Sequence[Indexed]) -> None:
         observed = self._source.observe(items)

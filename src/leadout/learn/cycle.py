@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
+from leadout import console
 from leadout.check.result import Progress, Silence
 from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.ranks import joined_ranks
@@ -24,7 +25,7 @@ from leadout.learn.promote import promote, reject
 from leadout.learn.report import Adaptation, CurvePoint, LearnResult
 from leadout.models import last_part
 from leadout.train.export import SETTINGS, write_best
-from leadout.train.progress import TrainProgress, curves_of, read_log
+from leadout.train.progress import curves_of, progress_listener, read_log
 from leadout.train.run import Run
 from leadout.train.run_state import RunStatus
 
@@ -52,8 +53,9 @@ def learn(
                 cycle = prepare(subject, work, ranks, progress)
             run = make_run(subject, work, cycle.training, work.folder, ranks)
             at_first = run.validate()
-            with TrainProgress(run.steps, ranks.is_leader) as bar:
-                numbers = run.train(bar)
+            shown = console.Progress("learn", quiet=not ranks.is_leader)
+            with shown as bar:
+                numbers = run.train(progress_listener(bar, run))
             if not ranks.is_leader:
                 return None
         adaptation = _write_candidate(subject, work, run, numbers, at_first)

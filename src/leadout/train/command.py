@@ -1,7 +1,8 @@
-"""`leadout train` as a function: resolve, plan or train, export, prove in the engine, report."""
+"""`leadout train`: train a drafter, export it, verify its acceptance in vLLM, and report."""
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,160 +11,220 @@ from pathlib import Path
 import torch
 
 from leadout.checkpoints import Format
+from leadout.console import Progress
 from leadout.data.manifest import DataFolder
+from leadout.errors import StoppedError
 from leadout.evaluate.ranks import Ranks, joined_ranks
-from leadout.files import replacing
+from leadout.files import require_writable, write_text
 from leadout.models import local_folder
 from leadout.pairing import read_target
-from leadout.settings import SettingsError
 from leadout.train.config import TrainConfig, TrainError
-from leadout.train.export import write_best, write_companions
-from leadout.train.plan import Plan, make_plan
+from leadout.train.export import SETTINGS, write_best, write_card_and_record
+from leadout.train.loop import TrainingInterrupted
+from leadout.train.plan import TIMED_STEPS, Plan, make_plan
 from leadout.train.progress import (
     Listener,
     Record,
     TensorBoard,
-    TrainProgress,
     TrainReport,
     curves_of,
+    progress_listener,
     read_log,
     require_tensorboard,
-    say,
 )
 from leadout.train.run import WORK, Corpus, Run, complete_settings, read_corpus
 from leadout.train.run_state import RunStatus
 from leadout.train.served import ServedAcceptance, compare_with_served, require_agreement
 
-RESOLVED = "training.yaml"
 DRAFTER = "drafter"
 DATA_HASH = "data-hash"
 SERVED_PROMPTS = 24
 SERVED_TOKENS = 128
+# Settings chosen automatically unless given; a continued run keeps what was chosen at first.
+AUTOMATIC = ("layers", "target_layer_ids", "mask_token_id")
+# Settings that a continued run may change: they do not change what is computed.
+MAY_CHANGE = frozenset({"save_every", "validate_every", "micro_tokens", "compile", "patience"})
+RUN_README = """\
+The state of this training run. `leadout train ... --resume` needs it to continue the run; once the
+drafter is written, the whole folder may be deleted.
+
+state.safetensors  the last checkpoint: weights and optimizer state
+best.safetensors   the weights with the best validation
+log.jsonl          one line for each step and each validation
+states.bin, .marks hidden states of the target, kept to save time (the largest file); if deleted,
+                   they are computed again
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    target: str
-    data: Path
-    out: Path
-    config: TrainConfig
-    format: Format
-    resume: bool
-    plan: bool
-    tensorboard: bool
+class _Inputs:
+    target: Path
+    data: DataFolder
+    corpus: Corpus
+    config: TrainConfig  # complete
 
 
-def carry_out(command: Command) -> TrainReport | Plan | None:
-    """The result, or the plan if only that was asked for; None on all ranks but the leading one."""
-    if command.tensorboard:
+def train(
+    target: str,
+    data: Path,
+    out: Path,
+    config: TrainConfig,
+    *,
+    to: Format = "zlab",
+    resume: bool = False,
+    tensorboard: bool = False,
+) -> TrainReport | None:
+    """Train a drafter for `target` on `data` into the folder `out`.
+
+    Returns None on all ranks but the leader.
+    """
+    if tensorboard:
         require_tensorboard()
-    target = local_folder(command.target)
-    data = DataFolder(command.data)
-    vocab_size = read_target(target).vocab_size
-    corpus = read_corpus(data, target, command.config, vocab_size)
-    config = complete_settings(command.config, target, corpus, vocab_size)
+    require_writable("--out", out)
+    earlier = _earlier_settings(out, resume)
+    inputs = _read_inputs(target, data, config, earlier)
+    if earlier is not None:
+        _require_same_run(out, earlier, inputs)
+    words = ["leadout", "train", target, "--data", str(data), "--out", str(out), "--resume"]
+    again = shlex.join([*words, "--format", to] if to != "zlab" else words)
     with joined_ranks() as ranks:
-        if command.plan:
-            if ranks.is_leader:
-                say("timing a few steps of the real run, a minute or so")
-            with tempfile.TemporaryDirectory() as scratch:
-                plan = make_plan(Run(target, corpus, config, Path(scratch), ranks), data)
-            return plan if ranks.is_leader else None
-        run = _prepare(command, target, corpus, config, ranks)
-        with TrainProgress(run.steps, ranks.is_leader) as progress:
-            curves = TensorBoard(run.folder) if command.tensorboard and ranks.is_leader else None
-            numbers = run.train(lambda record: _tell([progress, curves], record))
-        if curves is not None:
-            curves.close()
+        ranks.barrier()  # every rank has accepted the inputs before the leader writes
+        run = _start(inputs, out, ranks)
+        try:
+            status = _train(run, tensorboard)
+        except TrainingInterrupted as stopped:
+            if not ranks.is_leader:
+                raise
+            raise StoppedError(
+                f"Stopped at step {stopped.saved_step} of {stopped.steps}; continue with `{again}`."
+            ) from None
         if not ranks.is_leader:
             return None
-    return _finish(command, run, data, numbers)
+    try:
+        return _finish(run, inputs, status, out / DRAFTER, to, target)
+    except KeyboardInterrupt:
+        raise StoppedError(
+            f"Stopped after training, before the drafter was verified; continue with `{again}`."
+        ) from None
 
 
-def _tell(listeners: Sequence[Listener | None], record: Record) -> None:
-    for listener in listeners:
-        if listener is not None:
-            listener(record)
+def plan(target: str, data: Path, config: TrainConfig) -> Plan | None:
+    """What `train` would take, from timing a few steps; None on all ranks but the leader."""
+    inputs = _read_inputs(target, data, config, None)
+    with joined_ranks() as ranks, tempfile.TemporaryDirectory() as scratch:
+        with _progress(ranks) as progress:
+            progress.say(
+                f"loading the target and timing {TIMED_STEPS} steps of this run; this can take a "
+                "few minutes on CPUs"
+            )
+        run = Run(inputs.target, inputs.corpus, inputs.config, Path(scratch), ranks)
+        made = make_plan(run, inputs.data)
+        return made if ranks.is_leader else None
 
 
-def _prepare(
-    command: Command, target: Path, corpus: Corpus, config: TrainConfig, ranks: Ranks
-) -> Run:
-    """The run in its folder, which every rank has found fit before the first writes into it."""
-    _require_place(command, config)
-    _require_same_data(command, corpus)
-    ranks.barrier()
-    run = Run(target, corpus, config, command.out, ranks)
+def _progress(ranks: Ranks) -> Progress:
+    return Progress("train") if ranks.is_leader else Progress.silent()
+
+
+def _earlier_settings(out: Path, resume: bool) -> TrainConfig | None:
+    """The settings of the run to continue; None for a new run, which needs a new folder."""
+    resolved = out / SETTINGS
+    if resolved.exists() != resume:
+        raise TrainError(
+            f"--out {out} has no {SETTINGS}, so there is no run to continue. Omit --resume to "
+            "start one."
+            if resume
+            else f"--out {out} already holds a run. Use --resume to continue it, or choose another "
+            "folder."
+        )
+    return TrainConfig.resolve({}, resolved) if resume else None
+
+
+def _read_inputs(
+    target: str, data: Path, config: TrainConfig, earlier: TrainConfig | None
+) -> _Inputs:
+    if earlier is not None:
+        unset = [name for name in AUTOMATIC if getattr(config, name) is None]
+        config = config.model_copy(update={name: getattr(earlier, name) for name in unset})
+    folder, samples = local_folder(target), DataFolder(data)
+    vocab_size = read_target(folder).vocab_size
+    corpus = read_corpus(samples, folder, config, vocab_size)
+    return _Inputs(folder, samples, corpus, complete_settings(config, folder, corpus, vocab_size))
+
+
+def _require_same_run(out: Path, earlier: TrainConfig, inputs: _Inputs) -> None:
+    """A continued run keeps settings and samples: states and sample order depend on both."""
+    for name in TrainConfig.model_fields:
+        before, now = getattr(earlier, name), getattr(inputs.config, name)
+        if before != now and name not in MAY_CHANGE:
+            raise TrainError(
+                f"{TrainConfig.flag_of(name)} {now} differs from the run in {out}, which was "
+                f"started with {before}. A continued run keeps its settings: omit the flag, or "
+                "start another run."
+            )
+    path = out / WORK / DATA_HASH
+    expected, found = path.read_text() if path.exists() else None, inputs.corpus.content_hash
+    if expected is not None and expected != found:
+        raise TrainError(
+            f"--data {inputs.data.folder} has other samples (hash {found[:12]}) than the run in "
+            f"{out} was started with ({expected[:12]}). Use that data, or start another run."
+        )
+
+
+def _start(inputs: _Inputs, out: Path, ranks: Ranks) -> Run:
+    """The run, and in its folder all that is needed to continue it."""
+    run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks)
     if ranks.is_leader:
         run.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(run.folder / DATA_HASH) as temporary:
-            temporary.write_text(corpus.content_hash)
-        config.write(command.out / RESOLVED)
+        write_text(run.folder / DATA_HASH, inputs.corpus.content_hash)
+        write_text(run.folder / "README.txt", RUN_README)
+        inputs.config.write(out / SETTINGS)
     return run
 
 
-def _require_same_data(command: Command, corpus: Corpus) -> None:
-    """Kept states and the order of samples belong to one set of samples."""
-    path = command.out / WORK / DATA_HASH
-    if command.resume and path.exists() and path.read_text() != corpus.content_hash:
-        raise TrainError(
-            f"--data {command.data}: found other samples (hash {corpus.content_hash[:12]}) than "
-            f"the run in {command.out} began with ({path.read_text()[:12]}), wanted the same; "
-            "give that data, or start another run"
-        )
+def _train(run: Run, tensorboard: bool) -> RunStatus:
+    board = TensorBoard(run.folder) if tensorboard and run.ranks.is_leader else None
+    with _progress(run.ranks) as progress:
+        listeners: list[Listener] = [progress_listener(progress, run)]
+        if board is not None:
+            listeners.append(board)
+        status = run.train(lambda record: _notify(listeners, record))
+    if board is not None:
+        board.close()
+    return status
 
 
-def _require_place(command: Command, config: TrainConfig) -> None:
-    """A new run needs a new folder, a continued one the same settings."""
-    resolved = command.out / RESOLVED
-    if not command.resume:
-        if resolved.exists():
-            raise TrainError(
-                f"--out {command.out}: found a run in it, wanted a new folder; give --resume to "
-                "continue it, or another folder"
-            )
-        return
-    if not resolved.exists():
-        raise TrainError(
-            f"--out {command.out}: found no {RESOLVED}, wanted a run to continue; leave --resume "
-            "out to start one"
-        )
-    before = TrainConfig.resolve({}, resolved)
-    for name in TrainConfig.model_fields:
-        old, new = getattr(before, name), getattr(config, name)
-        if old != new and name not in _MAY_CHANGE:
-            raise SettingsError(
-                f"--{name.replace('_', '-')}: found {new!r}, the run in {command.out} has {old!r}; "
-                "a continued run keeps its settings: repeat them, or start another run"
-            )
+def _notify(listeners: Sequence[Listener], record: Record) -> None:
+    for listener in listeners:
+        listener(record)
 
 
-# How often it looks and writes, and in what portions it computes, is not what it computes.
-_MAY_CHANGE = frozenset({"save_every", "validate_every", "micro_tokens", "compile", "patience"})
-
-
-def _finish(command: Command, run: Run, data: DataFolder, numbers: RunStatus) -> TrainReport:
-    """Export the best weights, prove them in the engine, and write what belongs to a drafter."""
-    folder = write_best(run, command.out / DRAFTER, command.format, command.target)
-    say(f"wrote {folder}; now vLLM serves it on held-out prompts, a minute or two")
-    served = serve_held_out(run, local_folder(command.target), folder)
-    validation = curves_of(read_log(run.folder)).best
+def _finish(
+    run: Run, inputs: _Inputs, status: RunStatus, folder: Path, to: Format, target: str
+) -> TrainReport:
+    """Export the best weights, verify them in vLLM, and write the model card and the record."""
+    data = inputs.data
+    write_best(run, folder, to, target)
+    with Progress("train") as progress:
+        progress.say(f"wrote the drafter to {folder}; serving it on held-out prompts in vLLM")
+    served = serve_held_out(run, inputs.target, folder)
+    records = list(read_log(run.folder))
     report = TrainReport(
         target=data.job.target,
         drafter=str(folder),
-        steps=numbers.step,
-        best_step=numbers.best_step,
-        minutes=numbers.seconds / 60,
-        data_hash=run.corpus.content_hash,
+        steps=status.step,
+        best_step=status.best_step,
+        minutes=status.seconds / 60,
+        data_hash=inputs.corpus.content_hash,
         response_tokens=data.response_tokens,
         config=run.config,
-        validation=validation,
+        validation=curves_of(records).best,
         served=served,
         target_fingerprint=data.job.target_fingerprint,
         template_hash=data.job.template_hash,
         thinking=data.job.thinking,
     )
-    write_companions(folder, report, data, list(read_log(run.folder)))
+    write_card_and_record(folder, report, data, records)
     require_agreement(served, folder)
     return report
 
@@ -175,8 +236,7 @@ def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:
     chosen = [indices[place * len(indices) // count] for place in range(count)]
     prompts = [run.corpus.samples[index].prompt for index in chosen]
     longest = max(len(prompt) for prompt in prompts)
-    most = run.drafter_config.max_positions
-    length = min(longest + SERVED_TOKENS + run.config.block_size, most)
+    length = min(longest + SERVED_TOKENS + run.config.block_size, run.drafter_config.max_positions)
     return compare_with_served(
         target,
         drafter,
@@ -184,4 +244,14 @@ def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:
         max_tokens=min(SERVED_TOKENS, length - longest),
         max_length=length,
         precision=getattr(torch, run.config.precision),
+    )
+
+
+def what_next(report: TrainReport, target: str, out: Path) -> str:
+    """What was written, what may be deleted, and the next step."""
+    size = sum(path.stat().st_blocks * 512 for path in (out / WORK).rglob("*"))
+    return (
+        f"Wrote {report.drafter} (weights, model card, {SETTINGS}, training.json).\n"
+        f"{out / WORK} ({size / 1e6:,.0f} MB) is needed only for --resume and may be deleted.\n"
+        f"Next: {shlex.join(['leadout', 'check', target, report.drafter])}"
     )

@@ -1,4 +1,4 @@
-"""What a run leaves: the drafter, and beside its weights a model card, settings and curves."""
+"""Writes the trained drafter with its model card, settings, record and curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from leadout.checkpoints import Format, write_checkpoint
 from leadout.data.manifest import DataFolder
-from leadout.files import replacing
+from leadout.files import replacing, write_text
 from leadout.models import hub_name, last_part
 from leadout.train.progress import Curves, Record, TrainReport, curves_of
 from leadout.train.run import Run
@@ -25,7 +25,7 @@ CURVES = "curves.svg"
 def write_best(
     run: Run, folder: Path, to: Format, target_name: str, draft_tokens: int | None = None
 ) -> Path:
-    """The best weights of a run as a checkpoint, in its place only when it is whole."""
+    """Write a run's best weights as a checkpoint; `folder` appears only when it is complete."""
     partial = folder.with_name(f".{folder.name}.partial")
     precision = getattr(torch, run.config.precision)
     weights = {name: tensor.to(precision) for name, tensor in load_best(run.folder).items()}
@@ -38,23 +38,24 @@ def write_best(
         target_name=target_name,
         draft_tokens=draft_tokens,
     )
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off after its export
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted after its export
     partial.rename(folder)
     return folder
 
 
-def write_companions(
+def write_card_and_record(
     folder: Path, report: TrainReport, data: DataFolder, records: Sequence[Record]
 ) -> None:
-    report = without_folders(report)
+    """Write settings, record, curves and model card into the drafter's folder."""
+    report = portable(report)
     report.config.write(folder / SETTINGS)
-    _write(folder / RECORD, report.model_dump_json(indent=2) + "\n")
+    write_text(folder / RECORD, report.model_dump_json(indent=2) + "\n")
     drawn = draw_curves(folder / CURVES, curves_of(records))
-    _write(folder / CARD, model_card(report, data, drawn))
+    write_text(folder / CARD, model_card(report, data, drawn))
 
 
-def without_folders(report: TrainReport) -> TrainReport:
-    """As it can travel with the drafter: folders of this machine mean nothing elsewhere."""
+def portable(report: TrainReport) -> TrainReport:
+    """Without the paths of this machine, which mean nothing elsewhere."""
     initial = last_part(report.config.initial)
     changes = {
         "drafter": last_part(report.drafter),
@@ -65,7 +66,7 @@ def without_folders(report: TrainReport) -> TrainReport:
 
 
 def model_card(report: TrainReport, data: DataFolder, with_curves: bool) -> str:
-    """For people: what it is, how good it is, what it was made from, how to run it."""
+    """What the drafter is, how good it is, what it was trained on and how to serve it."""
     config, job = report.config, data.job
     rows = "\n".join(
         f"| {name} | {found.acceptance_length:.2f} | "
@@ -81,14 +82,14 @@ tags: [dflash, speculative-decoding]
 # DFlash drafter for {report.target}
 
 {config.layers} layers, block size {config.block_size} (K up to {config.block_size - 1}), taps at
-layers {", ".join(str(i) for i in config.target_layer_ids or ())}. Output is the target's own;
-the drafter decides only how fast it comes.
+layers {", ".join(str(i) for i in config.target_layer_ids or ())}. The output is the target's own;
+the drafter only changes how fast it is generated.
 
     leadout serve {report.target} --draft PATH_OF_THIS_FOLDER
 
-Acceptance length is the mean number of tokens per step of the target, greedy.
+Acceptance length is the mean number of tokens per step of the target in greedy decoding.
 
-| held-out prompts | acceptance length | drafts that stood, by position |
+| held-out prompts | acceptance length | accepted drafts by position |
 | --- | --- | --- |
 {rows}
 
@@ -103,7 +104,7 @@ Trained for {report.minutes:.0f} minutes ({report.steps} steps, best at {report.
 
 
 def draw_curves(path: Path, curves: Curves) -> bool:
-    """Loss and acceptance over time; not drawn where matplotlib is missing."""
+    """Plot loss and acceptance over time; returns False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -124,8 +125,3 @@ def draw_curves(path: Path, curves: Curves) -> bool:
     with replacing(path) as temporary:
         figure.savefig(temporary, format="svg", metadata={"Date": None})
     return True
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run will take, before it runs: sizes counted, time measured on a few real steps."""
+"""What a training run will take: sizes counted, time measured on a few real steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from leadout.train.optimizer import make_optimizers
 from leadout.train.run import Run
 
 TIMED_STEPS = 2
-# Held-out acceptance length of a drafter for SmolLM2-135M-Instruct (2 layers, B = 8) by training
-# blocks seen; results/train/smollm2.json has the whole curve.
+# Held-out acceptance length of a drafter for SmolLM2-135M-Instruct (2 layers, B = 8) after so many
+# training blocks; results/train/smollm2.json has the whole curve.
 MEASURED: tuple[tuple[float, float], ...] = (
     (204_800, 1.63),
     (409_600, 1.86),
@@ -28,6 +28,8 @@ MEASURED: tuple[tuple[float, float], ...] = (
     (1_228_800, 2.30),
     (1_323_008, 2.31),
 )
+# Below this, drafting and verifying usually cost more time than the accepted drafts save.
+MIN_USEFUL_ACCEPTANCE = 1.5
 MEASURED_ON = "SmolLM2-135M-Instruct, results/train/smollm2.json"
 
 
@@ -46,46 +48,56 @@ class Plan(BaseModel):
     peak_memory_gib: float
     states_on_disk_gib: float
     checkpoint_gib: float
-    expected_acceptance_length: float | None
+    expected_acceptance_length: float
     expectation_from: str
 
     def text(self) -> str:
         expected = self.expected_acceptance_length
-        guess = "unknown" if expected is None else f"about {expected:.1f}"
+        warning = [f"warning   {self._too_low()}"] if expected < MIN_USEFUL_ACCEPTANCE else []
         return "\n".join(
             [
                 f"data      {self.samples:,} samples, {self.response_tokens:,} response tokens",
                 f"training  {self.steps:,} steps, {self.blocks:,} blocks, "
                 f"{self.trained_parameters:,} weights",
-                f"time      {self.minutes:.0f} minutes: {self.seconds_per_step:.2f} s a step, "
+                f"time      {self.minutes:.0f} minutes: {self.seconds_per_step:.2f} s per step, "
                 f"{self.seconds_for_states / 60:.0f} minutes for the target's states, "
-                f"{self.seconds_per_validation:.0f} s a validation",
+                f"{self.seconds_per_validation:.0f} s per validation",
                 f"memory    {self.peak_memory_gib:.1f} GiB at the peak of {TIMED_STEPS} steps",
                 f"disk      {self.states_on_disk_gib:.1f} GiB of states, "
                 f"{self.checkpoint_gib:.2f} GiB of checkpoints",
-                f"expect    an acceptance length of {guess} ({self.expectation_from})",
+                f"expect    an acceptance length of about {expected:.1f} ({self.expectation_from})",
+                *warning,
             ]
+        )
+
+    def _too_low(self) -> str:
+        blocks = blocks_for(MIN_USEFUL_ACCEPTANCE)
+        return (
+            "too low to be useful: below about "
+            f"{MIN_USEFUL_ACCEPTANCE} a drafter usually slows serving down. Expect to need "
+            f"{blocks / self.blocks:.0f} times the training: about {blocks:,.0f} blocks, from more "
+            "data (`leadout data`) or more --epochs."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of a run on this machine, its ranks side by side."""
+    """Of a run on this machine, with all its ranks."""
 
     seconds_per_step: float
-    seconds_per_token: float  # of the target's states
-    seconds_per_validated: float  # one held-out sequence
+    seconds_per_token: float  # to compute the target's hidden states
+    seconds_per_validated: float  # held-out sequence
 
 
 def time_steps(run: Run) -> Timing:
-    """Time some steps of a run that is thrown away after them."""
+    """Time some steps of a run; its weights are useless afterwards."""
     config, ranks = run.config, run.ranks.count
     held_out = run.corpus.split.validation
     run.evaluate(held_out[:1])  # loads the target
     batch = [run.fetch(i) for i in sequences_of_step(run.corpus.split.train, 0, config)]
     tokens = sum(len(sequence) for _, sequence in batch)
     for_states = _seconds_of(lambda: [run.source.observe([item]) for item in batch])
-    judging = _seconds_of(lambda: run.evaluate(held_out[:1]))
+    validating = _seconds_of(lambda: run.evaluate(held_out[:1]))
     optimizers = make_optimizers(run.weights.masters, config)
 
     def step() -> None:
@@ -95,13 +107,13 @@ def time_steps(run: Run) -> Timing:
             optimizer.step()
 
     seconds = min(_seconds_of(step) for _ in range(TIMED_STEPS))
-    return Timing(seconds / ranks, for_states / tokens / ranks, judging / ranks)
+    return Timing(seconds / ranks, for_states / tokens / ranks, validating / ranks)
 
 
 def make_plan(run: Run, data: DataFolder) -> Plan:
     config, steps = run.config, run.steps
     timing = time_steps(run)
-    judging = timing.seconds_per_validated * len(run.corpus.split.validation)
+    validating = timing.seconds_per_validated * len(run.corpus.split.validation)
     validations = math.ceil(steps / config.validate_every)
     on_disk = config.states == "disk"
     all_tokens = sum(run.corpus.lengths)
@@ -118,14 +130,14 @@ def make_plan(run: Run, data: DataFolder) -> Plan:
         trained_parameters=weights,
         seconds_per_step=timing.seconds_per_step,
         seconds_for_states=for_states,
-        seconds_per_validation=judging,
-        minutes=(steps * timing.seconds_per_step + for_states + validations * judging) / 60,
+        seconds_per_validation=validating,
+        minutes=(steps * timing.seconds_per_step + for_states + validations * validating) / 60,
         peak_memory_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         states_on_disk_gib=all_tokens * width * 2 / 2**30 if on_disk else 0.0,
         checkpoint_gib=weights * 4 * 4 / 2**30,
         expected_acceptance_length=expected_acceptance(blocks),
-        expectation_from=f"measured with as many blocks on {MEASURED_ON}; another target and more "
-        "varied traffic differ",
+        expectation_from=f"measured after as many blocks on {MEASURED_ON}; other targets and "
+        "traffic differ",
     )
 
 
@@ -135,13 +147,11 @@ def _seconds_of(work: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def expected_acceptance(blocks: float) -> float | None:
-    """Between measured points, straight in the logarithm of the blocks.
+def expected_acceptance(blocks: float) -> float:
+    """Interpolated between measured points, linearly in the logarithm of the blocks.
 
-    Before the first, straight from 1, where a drafter knows nothing; after the last, no more.
+    Before the first point, linearly from 1 (no draft accepted); after the last, constant.
     """
-    if not MEASURED:
-        return None
     points = sorted(MEASURED)
     first, length = points[0]
     if blocks <= first:
@@ -151,3 +161,12 @@ def expected_acceptance(blocks: float) -> float | None:
             share = math.log(blocks / x0) / math.log(x1 / x0)
             return y0 + share * (y1 - y0)
     return points[-1][1]
+
+
+def blocks_for(acceptance: float) -> float:
+    """The blocks after which this acceptance length is expected; at most the measured ones."""
+    low, high = 0.0, MEASURED[-1][0]
+    while high - low > 1:
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_acceptance(middle) < acceptance else (low, middle)
+    return high

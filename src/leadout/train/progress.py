@@ -1,22 +1,25 @@
-"""The log of a run: one JSON object a line, for each step and each validation."""
+"""What a run reports: its log, progress on the terminal, TensorBoard events, the final report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from leadout.console import ShownBar
+from leadout.console import Progress
 from leadout.evaluate.acceptance import Validation
-from leadout.files import replacing
-from leadout.settings import SettingsError
-from leadout.train.config import TrainConfig
+from leadout.evaluate.hidden_states import StatesOnDisk
+from leadout.files import write_text
+from leadout.train.config import TrainConfig, TrainError
+from leadout.train.run_state import read_status
 from leadout.train.served import ServedAcceptance
+
+if TYPE_CHECKING:
+    from leadout.train.run import Run
 
 LOG = "log.jsonl"
 
@@ -31,7 +34,7 @@ class StepRecord(BaseModel):
     learning_rate: float
     gradient_norm: float
     blocks_per_second: float
-    drafts_hit: float  # leading slots right per training block, and one: near acceptance length
+    drafts_hit: float  # 1 + correct leading slots per training block: close to acceptance length
 
 
 class ValidationRecord(BaseModel):
@@ -45,18 +48,17 @@ class ValidationRecord(BaseModel):
 
 Record = StepRecord | ValidationRecord
 Listener = Callable[[Record], None]
-_ANY: TypeAdapter[Record] = TypeAdapter(Record)
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 
 class Log:
-    """Appends records; what a continued run will do again is dropped first."""
+    """Appends records to a run's log, after removing those that a continued run will repeat."""
 
     def __init__(self, folder: Path, steps_done: int) -> None:
         self._path = folder / LOG
         if self._path.exists():
             kept = [record for record in read_log(folder) if record.step <= steps_done]
-            with replacing(self._path) as temporary:
-                temporary.write_text("".join(f"{r.model_dump_json()}\n" for r in kept))
+            write_text(self._path, "".join(f"{record.model_dump_json()}\n" for record in kept))
 
     def __call__(self, record: Record) -> None:
         with self._path.open("a", encoding="utf-8") as file:
@@ -64,48 +66,11 @@ class Log:
 
 
 def read_log(folder: Path) -> Iterator[Record]:
-    """Every whole record."""
-    path = folder / LOG
-    with path.open(encoding="utf-8") as lines:
+    """All complete records; a kill may leave half a line at the end."""
+    with (folder / LOG).open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
-                yield _ANY.validate_json(line)
-
-
-# What a training run came to: the numbers a person needs before deploying the drafter.
-
-
-class TrainReport(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    target: str
-    drafter: str
-    steps: int
-    best_step: int
-    minutes: float
-    data_hash: str
-    response_tokens: int
-    config: TrainConfig
-    validation: Validation  # of the best step
-    served: ServedAcceptance
-    # What the target and its text were; None in records of earlier versions.
-    target_fingerprint: str | None = None
-    template_hash: str | None = None
-    thinking: bool | None = None
-
-    def text(self) -> str:
-        by_source = ", ".join(
-            f"{name} {found.acceptance_length:.2f}"
-            for name, found in self.validation.by_source.items()
-        )
-        return (
-            f"{self.drafter}: a drafter for {self.target}, {self.minutes:.0f} minutes, best at "
-            f"step {self.best_step} of {self.steps}\n"
-            f"held-out acceptance length {self.validation.overall.acceptance_length:.3f} "
-            f"({by_source})\n"
-            f"served by vLLM {self.served.served:.3f}, predicted for the same texts "
-            f"{self.served.predicted:.3f} ({self.served.difference:.1%} apart)"
-        )
+                yield _RECORD.validate_json(line)
 
 
 class Curves(NamedTuple):
@@ -126,65 +91,95 @@ def curves_of(records: Iterable[Record]) -> Curves:
     )
 
 
-# What a person sees while a drafter trains: a bar with the acceptance length so far.
+class TrainReport(BaseModel):
+    """The result of a run: the numbers a person needs before deploying the drafter."""
 
-LINE_EVERY_STEPS = 20  # where there is no terminal
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
+    target: str
+    drafter: str
+    steps: int
+    best_step: int
+    minutes: float
+    data_hash: str
+    response_tokens: int
+    config: TrainConfig
+    validation: Validation  # of the best step
+    served: ServedAcceptance
+    # Identity of the target and its template; None in records of earlier versions.
+    target_fingerprint: str | None = None
+    template_hash: str | None = None
+    thinking: bool | None = None
 
-def say(text: str) -> None:
-    """A line before work that takes a while and has no bar."""
-    Console(stderr=True).print(f"leadout train: {text}", markup=False, highlight=False)
-
-
-class TrainProgress(ShownBar):
-    """Listens to a run; silent on all ranks but the leading one."""
-
-    def __init__(self, steps: int, speaks: bool) -> None:
-        self._console = Console(stderr=True, quiet=not speaks)
-        self._bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
+    def text(self) -> str:
+        by_source = ", ".join(
+            f"{name} {found.acceptance_length:.2f}"
+            for name, found in self.validation.by_source.items()
         )
-        self._task = self._bar.add_task("steps", total=steps, numbers="")
-        self._accepted = "no validation yet"
+        return (
+            f"{self.drafter}: drafter for {self.target}, trained for {self.minutes:.0f} minutes, "
+            f"best at step {self.best_step} of {self.steps}\n"
+            f"held-out acceptance length {self.validation.overall.acceptance_length:.3f} tokens "
+            f"per step ({by_source})\n"
+            f"served by vLLM {self.served.served:.3f}, predicted for the same texts "
+            f"{self.served.predicted:.3f} ({self.served.difference:.1%} difference)"
+        )
 
-    def __call__(self, record: Record) -> None:
-        if isinstance(record, StepRecord):
-            numbers = (
-                f"loss {record.loss:.3f}, {record.drafts_hit:.2f} on training text, "
-                f"{self._accepted}"
+
+def progress_listener(progress: Progress, run: Run) -> Listener:
+    """Shows a run's steps as a stage of `progress`, with its loss and latest acceptance length."""
+    status = read_status(run.folder)
+    done = status.step if status else 0
+    past = [r for r in read_log(run.folder) if r.step <= done] if done else []
+    validations = curves_of(past).validations
+    acceptance = f", acceptance {_acceptance(validations[-1]):.2f}" if validations else ""
+    advance = progress.stage("training", run.steps, done)
+    computes_states = isinstance(run.source, StatesOnDisk) and not run.source.has_all(
+        run.corpus.split.train
+    )
+    if validations:
+        progress.say(
+            f"continuing after step {done}; held-out acceptance length "
+            f"{_acceptance(validations[-1]):.3f} at step {validations[-1].step}"
+        )
+    if computes_states:
+        epoch = math.ceil(len(run.corpus.split.train) / run.config.batch_sequences)
+        progress.say(
+            "computing the target's hidden states during the first epoch "
+            f"(until step {min(epoch, run.steps)}); later steps are faster"
+        )
+        advance(0, "computing target states")
+
+    def listen(record: Record) -> None:
+        nonlocal acceptance
+        if isinstance(record, ValidationRecord):
+            acceptance = f", acceptance {_acceptance(record):.2f}"
+            progress.say(
+                f"step {record.step} of {run.steps}, {record.seconds / 60:.1f} min: held-out "
+                f"acceptance length {_acceptance(record):.3f}"
             )
-            self._bar.update(self._task, completed=record.step, numbers=numbers)
-            if not self._console.is_terminal and record.step % LINE_EVERY_STEPS == 0:
-                self._console.print(
-                    f"step {record.step}, {record.seconds / 60:.1f} min, {numbers}", highlight=False
-                )
             return
-        reached = record.validation.overall.acceptance_length
-        self._accepted = f"held-out acceptance length {reached:.3f}"
-        self._console.print(
-            f"step {record.step}, {record.seconds / 60:.1f} min: {self._accepted}", highlight=False
-        )
+        validates = record.step == run.steps or record.step % run.config.validate_every == 0
+        note = f"loss {record.loss:.2f}{acceptance}"
+        advance(1, f"{note}, validating" if validates else note)
+
+    return listen
 
 
-# A run's curves as TensorBoard events, for those who ask for them.
+def _acceptance(record: ValidationRecord) -> float:
+    return record.validation.overall.acceptance_length
 
 
 def require_tensorboard() -> None:
     if find_spec("tensorboard") is None:
-        raise SettingsError(
-            "--tensorboard: found no package tensorboard, wanted it; pip install tensorboard, or "
-            "leave the flag out: log.jsonl has the same numbers"
+        raise TrainError(
+            "--tensorboard requires the package tensorboard: pip install tensorboard, or omit the "
+            "flag; log.jsonl has the same numbers."
         )
 
 
 class TensorBoard:
-    """Listens to a run and writes scalars beside its log."""
+    """A listener that writes scalars beside the run's log."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -207,5 +202,5 @@ class TensorBoard:
             self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Write what still waits; without it the last records would be lost."""
+        """Flush; without it the last records would be lost."""
         self._writer.close()

@@ -1,7 +1,7 @@
-"""The truth about a drafter: a short real decode in vLLM beside what validation predicts for it.
+"""Acceptance of a drafter in vLLM, compared with what validation predicts.
 
-The prediction is made for the very texts that the engine wrote, so both count the same steps and
-differ only where the engine and the training code do not compute the same drafts.
+The prediction is made for the texts that vLLM wrote, so both count the same steps; they differ
+only if vLLM and the training code do not compute the same drafts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates, load_model
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 
-LARGEST_DIFFERENCE = 0.05
+MAX_DIFFERENCE = 0.05
 
 
 class ServedDiffersError(LeadoutError):
-    """The engine accepts another number of drafts than validation says."""
+    """vLLM accepts more or fewer drafts than validation predicts."""
 
     exit_code = NEGATIVE
 
@@ -39,7 +39,7 @@ class ServedAcceptance(BaseModel):
     served: float  # acceptance length by vLLM's counters
     served_by_position: list[float]
     served_steps: int
-    predicted: float  # by validation, along the same texts
+    predicted: float  # by validation, for the same texts
     predicted_steps: int
 
     @property
@@ -56,7 +56,7 @@ def compare_with_served(
     max_length: int,
     precision: torch.dtype,
 ) -> ServedAcceptance:
-    """Decode greedily in vLLM with all drafts of the block, then predict for the same texts."""
+    """Decode greedily in vLLM with the largest K, then predict for the same texts."""
     model = load_drafter(drafter, precision)
     size = model.config.block_size
     request = SessionRequest(
@@ -73,10 +73,10 @@ def compare_with_served(
         TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
         for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))
     ]
-    borrowed = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
+    weights = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
     drafts = accepted_drafts(
-        BlockForward(model, borrowed.embedding),
-        borrowed,
+        BlockForward(model, weights.embedding),
+        weights,
         ComputedStates(
             lambda: Target(load_model(target, precision), model.config.target_layer_ids)
         ),
@@ -98,13 +98,14 @@ def compare_with_served(
 def require_agreement(acceptance: ServedAcceptance, drafter: Path) -> None:
     if acceptance.served_steps == 0:
         raise ServedDiffersError(
-            f"{drafter}: vLLM decoded {acceptance.prompts} prompts without one drafted step, "
-            "wanted drafts in every step; do not deploy this drafter before the cause is found"
+            f"{drafter}: vLLM decoded {acceptance.prompts} prompts without a single draft. "
+            "Do not deploy this drafter before the cause is found."
         )
-    if acceptance.difference > LARGEST_DIFFERENCE:
+    if acceptance.difference > MAX_DIFFERENCE:
         raise ServedDiffersError(
-            f"{drafter}: vLLM serves an acceptance length of {acceptance.served:.3f}, validation "
-            f"on the same texts says {acceptance.predicted:.3f}: {acceptance.difference:.1%} "
-            f"apart, wanted at most {LARGEST_DIFFERENCE:.0%}. Engine and training do not compute "
-            "the same drafts; do not deploy this drafter before the cause is found"
+            f"{drafter}: the acceptance length in vLLM is {acceptance.served:.3f}, but validation "
+            f"predicts {acceptance.predicted:.3f} for the same texts. They differ by "
+            f"{acceptance.difference:.1%}, expected at most {MAX_DIFFERENCE:.0%}: vLLM and "
+            "training do not compute the same drafts. Do not deploy this drafter before the cause "
+            "is found."
         )

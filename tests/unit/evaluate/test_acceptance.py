@@ -1,4 +1,4 @@
-"""What validation says is what the decoding loop does."""
+"""Validation counts the drafts that the decoding loop accepts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from leadout.train.run import Corpus
 NEW_TOKENS = 40
 
 
-def judge(
+def accepted(
     drafter: Drafter, target: Target, folder: Path, texts: Sequence[Indexed]
 ) -> list[AcceptedDrafts]:
-    borrowed = load_target_weights(TargetFiles(folder), torch.float32, torch.device("cpu"))
-    forward = BlockForward(drafter, borrowed.embedding)
+    weights = load_target_weights(TargetFiles(folder), torch.float32, torch.device("cpu"))
+    forward = BlockForward(drafter, weights.embedding)
     source = ComputedStates(lambda: target)
-    return accepted_drafts(forward, borrowed, source, texts, drafter.config.block_size)
+    return accepted_drafts(forward, weights, source, texts, drafter.config.block_size)
 
 
-def test_every_step_accepts_what_the_reference_loop_accepts(
+def test_every_step_accepts_the_drafts_that_the_reference_loop_accepts(
     trained: Drafter, target: Target, target_folder: Path, corpus: Corpus
 ) -> None:
     prompts = [sample.prompt for sample in corpus.samples][:24]
@@ -43,14 +43,14 @@ def test_every_step_accepts_what_the_reference_loop_accepts(
         TrainingSequence(str(n), "s", torch.tensor([*prompt, *completion.tokens]), len(prompt))
         for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
-    found = judge(trained, target, target_folder, list(enumerate(texts)))
+    found = accepted(trained, target, target_folder, list(enumerate(texts)))
     compared = 0
     for completion, each in zip(completions, found, strict=True):
         steps = along_decoding(each.counts)
         assert steps == completion.accepted[: len(steps)]
         # All steps but those whose block runs over the end of the text.
-        judged = sum(steps) + len(steps)
-        assert judged > NEW_TOKENS - 2 * trained.config.block_size
+        covered = sum(steps) + len(steps)
+        assert covered > NEW_TOKENS - 2 * trained.config.block_size
         compared += len(steps)
     assert acceptance_length(completions) > 1.2  # else it would be easy to agree
     assert compared > 200
@@ -58,7 +58,7 @@ def test_every_step_accepts_what_the_reference_loop_accepts(
     assert summary.acceptance_length == pytest.approx(acceptance_length(completions), rel=0.05)
 
 
-def test_decoding_jumps_over_what_stands() -> None:
+def test_decoding_skips_accepted_drafts() -> None:
     assert along_decoding(torch.tensor([2, 0, 0, 1, 3, 0, 0])) == [2, 1, 0, 0]
     assert along_decoding(torch.tensor([], dtype=torch.int64)) == []
 
@@ -84,5 +84,5 @@ def test_answers_around_the_length_of_a_block(
     trained: Drafter, target: Target, target_folder: Path, answer: int
 ) -> None:
     text = TrainingSequence("0", "s", torch.arange(3 + answer), 3)
-    counts = judge(trained, target, target_folder, [(0, text)])[0].counts
+    counts = accepted(trained, target, target_folder, [(0, text)])[0].counts
     assert len(counts) == max(0, answer - trained.config.block_size + 1)

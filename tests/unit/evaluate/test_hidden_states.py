@@ -1,4 +1,4 @@
-"""States on disk are the computed ones, whole after a kill, and read rather than mapped."""
+"""States on disk equal the computed ones, also after a kill, and are read rather than mapped."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def items() -> list[Indexed]:
 
 
 class Counting:
-    """A source that says how many sequences were asked of it."""
+    """A source that counts the requested sequences."""
 
     def __init__(self, target: Target) -> None:
         self._computed = ComputedStates(lambda: target)
-        self.asked = 0
+        self.requested = 0
 
     def observe(self, sequences: Sequence[Indexed]) -> Observation:
-        self.asked += len(sequences)
+        self.requested += len(sequences)
         return self._computed.observe(sequences)
 
 
-def kept(path: Path, source: Counting, dtype: torch.dtype = torch.float32) -> StatesOnDisk:
+def on_disk(path: Path, source: Counting, dtype: torch.dtype = torch.float32) -> StatesOnDisk:
     lengths = [len(sequence) for _, sequence in items()]
     return StatesOnDisk(path, source, lengths, taps=3, hidden_size=64, dtype=dtype)
 
@@ -57,69 +57,69 @@ def test_padding_changes_nothing(target: Target) -> None:
         torch.testing.assert_close(together.final[row, :length], alone.final[0])
 
 
-def test_kept_states_are_the_computed_ones(target: Target, tmp_path: Path) -> None:
+def test_states_on_disk_equal_computed_states(target: Target, tmp_path: Path) -> None:
     source = Counting(target)
-    keeper = kept(tmp_path / "states.bin", source)
+    states = on_disk(tmp_path / "states.bin", source)
     some = items()[1:3]
-    assert_same(keeper.observe(some), source.observe(some), some)
-    source.asked = 0
+    assert_same(states.observe(some), source.observe(some), some)
+    source.requested = 0
     everything = items()[::-1]
-    assert_same(keeper.observe(everything), Counting(target).observe(everything), everything)
-    assert source.asked == 2  # the other two are there
-    again = kept(tmp_path / "states.bin", source)
+    assert_same(states.observe(everything), Counting(target).observe(everything), everything)
+    assert source.requested == 2  # the other two are there
+    again = on_disk(tmp_path / "states.bin", source)
     assert_same(again.observe(everything), Counting(target).observe(everything), everything)
-    assert source.asked == 2
+    assert source.requested == 2
 
 
-def test_kept_states_have_the_runs_precision(target: Target, tmp_path: Path) -> None:
+def test_states_on_disk_have_the_precision_of_the_run(target: Target, tmp_path: Path) -> None:
     source = Counting(target)
-    keeper = kept(tmp_path / "states.bin", source, torch.bfloat16)
-    found = keeper.observe(items())
+    states = on_disk(tmp_path / "states.bin", source, torch.bfloat16)
+    found = states.observe(items())
     assert found.states.dtype == found.final.dtype == torch.bfloat16
     assert torch.equal(found.states[3], source.observe(items()).states[3].bfloat16())
     size = sum(len(sequence) for _, sequence in items()) * 4 * 64 * 2
     assert (tmp_path / "states.bin").stat().st_size == size
 
 
-def test_states_cut_short_by_a_kill_are_computed_again(
+def test_partially_written_states_are_computed_again(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "states.bin"
     source = Counting(target)
-    kept(path, source).observe(items()[:1])
-    keeper = kept(path, source)
+    on_disk(path, source).observe(items()[:1])
+    states = on_disk(path, source)
     write = os.pwrite
     written: list[int] = []
 
-    def dies_at_the_third_write(handle: int, view: memoryview, offset: int) -> int:
+    def dies_at_third_write(handle: int, view: memoryview, offset: int) -> int:
         if len(written) == 2:
             raise KilledError
         written.append(write(handle, view[: len(view) // 3], offset))
         return written[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", dies_at_the_third_write)  # type: ignore[attr-defined]
+        patch.setattr(os, "pwrite", dies_at_third_write)  # type: ignore[attr-defined]
         with pytest.raises(KilledError):
-            keeper.observe(items()[1:])
+            states.observe(items()[1:])
     assert min(written) > 0
-    source.asked = 0
-    assert_same(kept(path, source).observe(items()), Counting(target).observe(items()), items())
-    assert source.asked == 3
+    source.requested = 0
+    assert_same(on_disk(path, source).observe(items()), Counting(target).observe(items()), items())
+    assert source.requested == 3
 
 
-def test_a_file_that_lost_its_end_is_no_source_of_zeros(target: Target, tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "states.bin"
-    keeper = kept(path, Counting(target))
-    keeper.observe(items())
+    states = on_disk(path, Counting(target))
+    states.observe(items())
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(StatesFileError, match="ends before sample"):
-        keeper.observe(items())
+        states.observe(items())
 
 
-def test_states_are_read_not_mapped(target: Target, tmp_path: Path) -> None:
+def test_states_are_read_not_memory_mapped(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "states.bin"
-    keeper = kept(path, Counting(target))
-    observed = keeper.observe(items())
+    states = on_disk(path, Counting(target))
+    observed = states.observe(items())
     assert str(path) not in Path("/proc/self/maps").read_text()
     # What was read is the reader's own memory: the file may change under it.
     before = observed.states.clone()
@@ -127,7 +127,7 @@ def test_states_are_read_not_mapped(target: Target, tmp_path: Path) -> None:
     assert torch.equal(observed.states, before)
 
 
-def test_a_run_is_the_same_with_states_of_either_source(make_run: MakeRun) -> None:
+def test_runs_with_computed_and_stored_states_are_equal(make_run: MakeRun) -> None:
     computed, disk = make_run("computed"), make_run("disk", states="disk")
     for run in (computed, disk):
         run.train(lambda _: None)

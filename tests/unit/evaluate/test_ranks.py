@@ -1,4 +1,4 @@
-"""Two processes compute what one computes: gradients, validation, final weights, and one log."""
+"""Two processes compute the same as one: gradients, validation, final weights and log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leadout.data.manifest import DataFolder
 from leadout.train.progress import read_log
 from support.models import ROOT
 from support.small_runs import ALONE, small_config
-from support.train_rank import FINAL, FIRST, JUDGED, train_and_tell
+from support.train_rank import FINAL, FIRST, VALIDATION, train_and_write
 
 # An odd batch, so that the ranks have different numbers of sequences, and blocks.
 CONFIG = small_config(batch_sequences=5, epochs=0.5, states="disk", optimizer="adamw")
@@ -40,11 +40,11 @@ def by_two(target_folder: Path, data: DataFolder, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="module")
 def by_one(target_folder: Path, data: DataFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one")
-    train_and_tell(target_folder, data, CONFIG, out, ALONE)
+    train_and_write(target_folder, data, CONFIG, out, ALONE)
     return out
 
 
-def test_gradients_are_the_same(by_one: Path, by_two: Path) -> None:
+def test_gradients_are_equal(by_one: Path, by_two: Path) -> None:
     wanted, found = load_file(by_one / FIRST), load_file(by_two / FIRST)
     assert wanted.keys() == found.keys()
     for name, gradient in wanted.items():
@@ -53,11 +53,11 @@ def test_gradients_are_the_same(by_one: Path, by_two: Path) -> None:
         torch.testing.assert_close(found[name], gradient, atol=1e-5 * largest, rtol=1e-5)
 
 
-def test_validation_is_the_same(by_one: Path, by_two: Path) -> None:
-    assert (by_two / JUDGED).read_text() == (by_one / JUDGED).read_text()
+def test_validation_is_equal(by_one: Path, by_two: Path) -> None:
+    assert (by_two / VALIDATION).read_text() == (by_one / VALIDATION).read_text()
 
 
-def test_a_whole_run_is_the_same(by_one: Path, by_two: Path) -> None:
+def test_a_complete_run_is_equal(by_one: Path, by_two: Path) -> None:
     wanted, found = load_file(by_one / FINAL), load_file(by_two / FINAL)
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""`leadout train` from end to end, with the reference loop in the engine's place."""
+"""`leadout train` from end to end, with the reference loop instead of vLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Train = Callable[..., Result]
 
 
 def reference_decode(request: SessionRequest) -> SessionResult:
-    """What vLLM would do, by the reference loop."""
+    """Decode as vLLM would, with the reference loop."""
     assert request.drafter is not None
     drafter = load_drafter(Path(request.drafter), torch.float32)
     ((name, prompts),) = request.prompts.items()
@@ -75,7 +75,7 @@ def train(
     loaded.cache_clear()
 
 
-def test_a_run_ends_with_a_drafter_and_all_that_belongs_to_it(
+def test_a_run_writes_a_drafter_with_card_record_and_curves(
     train: Train, tmp_path: Path, data: DataFolder
 ) -> None:
     ended = train("--json", "--tensorboard")
@@ -138,14 +138,14 @@ def scalars(folder: Path) -> dict[str, int]:
     return {name: len(events.Scalars(name)) for name in events.Tags()["scalars"]}
 
 
-def test_a_drafter_for_speculators(train: Train, tmp_path: Path) -> None:
+def test_the_drafter_can_be_written_in_speculators_format(train: Train, tmp_path: Path) -> None:
     ended = train("--format", "speculators", "--epochs", "0.3")
     assert ended.exit_code == 0, ended.output
     assert "served by vLLM" in ended.stdout
     assert read_checkpoint(tmp_path / "out" / "drafter").format == "speculators"
 
 
-def test_without_matplotlib_there_are_no_curves(
+def test_curves_are_omitted_without_matplotlib(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
@@ -158,11 +158,11 @@ def test_without_matplotlib_there_are_no_curves(
 @pytest.mark.parametrize(
     ("steps", "accepted", "message"),
     [
-        (100, 200, "vLLM serves an acceptance length of 3.000, validation"),
-        (0, 0, "without one drafted step"),
+        (100, 200, "the acceptance length in vLLM is 3.000, but validation"),
+        (0, 0, "without a single draft"),
     ],
 )
-def test_an_engine_that_accepts_otherwise_fails_the_run(
+def test_a_different_acceptance_in_vllm_fails_the_run(
     train: Train,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -179,8 +179,8 @@ def test_an_engine_that_accepts_otherwise_fails_the_run(
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 1
     assert message in ended.stderr
-    assert "do not deploy this drafter" in ended.stderr
-    # What was measured is on the disk, for whoever looks for the cause.
+    assert "Do not deploy this drafter" in ended.stderr
+    # The measurements are written, to help find the cause.
     record = json.loads((tmp_path / "out" / "drafter" / "training.json").read_text())
     assert record["served"]["served_steps"] == steps
 
@@ -199,13 +199,13 @@ def served_acceptance(served_length: float, predicted: float) -> served.ServedAc
 
 
 @pytest.mark.parametrize("predicted", [1.89, 2.11])
-def test_more_than_five_percent_is_too_much(predicted: float) -> None:
-    with pytest.raises(served.ServedDiffersError, match=r"5\.5% apart, wanted at most 5%"):
+def test_served_and_predicted_acceptance_may_differ_by_five_percent(predicted: float) -> None:
+    with pytest.raises(served.ServedDiffersError, match=r"differ by 5\.5%, expected at most 5%"):
         served.require_agreement(served_acceptance(2.0, predicted), Path("d"))
     served.require_agreement(served_acceptance(2.0, 1.91), Path("d"))
 
 
-def test_an_engine_that_dies_fails_the_run_with_its_last_words(
+def test_a_crash_of_vllm_fails_the_run_with_its_last_output(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fails(_: SessionRequest) -> SessionResult:
@@ -215,12 +215,12 @@ def test_an_engine_that_dies_fails_the_run_with_its_last_words(
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 2
     assert "no room" in ended.stderr
-    # A later attempt needs no training: the run is there.
+    # A later attempt need not train again.
     monkeypatch.setattr(served, "run_session_apart", reference_decode)
     assert train("--epochs", "0.3", "--resume").exit_code == 0
 
 
-def test_half_an_export_is_made_anew(
+def test_an_interrupted_export_is_repeated(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies_after_the_weights(folder: Path, *_: object) -> None:
@@ -253,7 +253,7 @@ def test_a_plan_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_says_what_the_run_will_take(train: Train, data: DataFolder, corpus: Corpus) -> None:
+def test_a_plan_counts_steps_sizes_and_time(train: Train, data: DataFolder, corpus: Corpus) -> None:
     plan = json.loads(train("--plan", "--json", "--states", "disk").stdout)
     assert plan["steps"] == round(3.0 * len(corpus.split.train) / SMALL["batch_sequences"])
     assert plan["samples"] == len(data.samples())
@@ -279,16 +279,76 @@ def test_a_folder_with_a_run_is_not_overwritten(train: Train, begun: Path) -> No
     before = (begun / "training.yaml").read_bytes()
     ended = train("--seed", "5")
     assert ended.exit_code == 2
-    assert f"--out {begun}: found a run in it" in ended.stderr
+    assert f"--out {begun} already holds a run" in ended.stderr
     assert "--resume" in ended.stderr
     assert (begun / "training.yaml").read_bytes() == before
 
 
-def test_there_must_be_a_run_to_continue(train: Train, tmp_path: Path) -> None:
+def test_resume_requires_a_run(train: Train, tmp_path: Path) -> None:
     ended = train("--resume")
     assert ended.exit_code == 2
-    assert "found no training.yaml, wanted a run to continue" in ended.stderr
+    assert "has no training.yaml, so there is no run to continue" in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_continued_run_keeps_what_was_chosen_automatically(
+    train: Train, begun: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where another version of this program would choose otherwise."""
+    path = begun / "training.yaml"
+    chosen = TrainConfig.resolve({}, path)
+    chosen.model_copy(update={"mask_token_id": 7}).write(path)
+    (tmp_path / "given.yaml").write_text("seed: 0\n")
+    monkeypatch.setattr(Run, "train", dies)
+    ended = train("--resume", "--config", str(tmp_path / "given.yaml"))
+    assert isinstance(ended.exception, KilledError), ended.output
+    assert TrainConfig.resolve({}, path).mask_token_id == 7
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_says_how_to_continue(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    again = f"--out {out} --resume`."
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "fetch", interrupted)
+        ended = train("--epochs", "0.3")
+    assert ended.exit_code == 130
+    assert "Stopped at step 0 of 3; continue with `leadout train " in ended.stderr
+    assert again in ended.stderr
+    with monkeypatch.context() as patch:
+        patch.setattr(served, "run_session_apart", interrupted)
+        ended = train("--epochs", "0.3", "--resume")
+    assert ended.exit_code == 130
+    assert "Stopped after training, before the drafter was verified; continue" in ended.stderr
+    ended = train("--epochs", "0.3", "--resume")
+    assert ended.exit_code == 0, ended.output
+    # The end says what was written, what may be deleted and what comes next.
+    assert f"Wrote {out / 'drafter'}" in ended.stderr
+    assert f"{out / 'run'} (" in ended.stderr
+    assert "may be deleted" in ended.stderr
+    assert "Next: leadout check " in ended.stderr
+    assert "may be deleted" in (out / "run" / "README.txt").read_text()
+
+
+def test_an_unwritable_folder_is_found_before_any_work(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(command, "read_corpus", dies)
+    ended = train(out="file/out")
+    assert ended.exit_code == 2
+    assert "is not a folder" in ended.stderr
+
+
+def test_a_plan_warns_of_an_acceptance_too_low_to_be_useful(train: Train) -> None:
+    text = train("--plan").stdout
+    assert "too low to be useful" in text
+    assert "162,540 blocks" in text
 
 
 def test_a_continued_run_keeps_its_settings(
@@ -296,8 +356,10 @@ def test_a_continued_run_keeps_its_settings(
 ) -> None:
     ended = train("--epochs", "0.4", "--resume")
     assert ended.exit_code == 2
-    assert f"--epochs: found 0.4, the run in {begun} has 3.0" in ended.stderr
-    # How often it looks and saves may change.
+    assert (
+        f"--epochs 0.4 differs from the run in {begun}, which was started with 3.0" in ended.stderr
+    )
+    # How often it validates and saves may change.
     monkeypatch.setattr(Run, "train", dies)
     assert isinstance(train("--resume", "--save-every", "7").exception, KilledError)
     assert TrainConfig.resolve({}, begun / "training.yaml").save_every == 7
@@ -310,7 +372,7 @@ def test_a_continued_run_keeps_its_data(
     write_data(fewer, target_folder, list(data.samples())[1:])
     ended = train("--resume", folder=fewer)
     assert ended.exit_code == 2
-    assert f"--data {fewer}: found other samples" in ended.stderr
+    assert f"--data {fewer} has other samples" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -321,7 +383,7 @@ def test_a_continued_run_keeps_its_data(
         (("--block-size", "40"), "--block-size 40 is too large"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_impossible_settings_are_rejected_before_anything_is_written(
     train: Train, tmp_path: Path, words: tuple[str, ...], message: str
 ) -> None:
     ended = train(*words)
@@ -330,11 +392,11 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "out" / "training.yaml").exists()
 
 
-def test_tensorboard_must_be_there(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_must_be_installed(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leadout.train.progress.find_spec", lambda _: None)
     ended = train("--tensorboard")
     assert ended.exit_code == 2
-    assert "--tensorboard: found no package tensorboard" in ended.stderr
+    assert "--tensorboard requires the package tensorboard" in ended.stderr
 
 
 def served_with(
@@ -351,7 +413,7 @@ def served_with(
     return asked[0], asked[1]
 
 
-def test_the_engine_gets_prompts_of_every_source_and_room_for_answers(
+def test_vllm_gets_prompts_of_every_source_and_enough_context(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()

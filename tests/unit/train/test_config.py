@@ -1,4 +1,4 @@
-"""Settings: a flag before the file, the file before the default, and errors that say where."""
+"""Flags override the file, the file overrides defaults, and errors say where the value is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leadout.settings import SettingsError
 from leadout.train.config import TrainConfig
 
 
-def test_flags_come_before_the_file_and_the_file_before_defaults(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("layers: 3\nlearning_rate: 1e-4\ntarget_layer_ids: [1, 5]\n")
     found = TrainConfig.resolve({"layers": 2, "block_size": None, "seed": 0}, file)
@@ -38,7 +38,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ({"target_layer_ids": ["x"]}, "--target-layer-ids: got x; input should be a valid int"),
     ],
 )
-def test_a_wrong_flag_is_named(flags: dict[str, Any], message: str) -> None:
+def test_errors_name_the_flag(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         TrainConfig.resolve(flags)
     assert str(caught.value).startswith(message)
@@ -53,7 +53,7 @@ def test_a_wrong_flag_is_named(flags: dict[str, Any], message: str) -> None:
         ("target_layer_ids: [1, one]", "target_layer_ids: got one"),
     ],
 )
-def test_a_wrong_key_is_named_with_its_file(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_name_the_file_and_the_key(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
     with pytest.raises(SettingsError) as caught:
@@ -61,7 +61,7 @@ def test_a_wrong_key_is_named_with_its_file(tmp_path: Path, text: str, message: 
     assert str(caught.value).startswith(f"{file}: {message}")
 
 
-def test_a_flag_heals_a_wrong_key(tmp_path: Path) -> None:
+def test_a_flag_overrides_an_invalid_key(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("layers: 0")
     assert TrainConfig.resolve({"layers": 1}, file).layers == 1
@@ -75,7 +75,7 @@ def test_a_flag_heals_a_wrong_key(tmp_path: Path) -> None:
         (None, "does not exist"),
     ],
 )
-def test_what_is_no_yaml_of_settings_is_refused(
+def test_files_without_settings_are_rejected(
     tmp_path: Path, text: str | None, message: str
 ) -> None:
     file = tmp_path / "settings.yaml"

@@ -31,32 +31,34 @@ def answers(data: DataFolder) -> list[list[int]]:
     return [list(samples[index].response) for index in range(len(samples))]
 
 
-def test_it_scores_the_frequent_tokens_as_the_whole_drafter_does(
+def test_logits_of_frequent_tokens_equal_those_of_the_full_drafter(
     source: Path, target_folder: Path, target: Target, answers: list[list[int]], tmp_path: Path
 ) -> None:
     counts = token_counts(answers, TINY_VOCAB)
     size = int((counts > 0).sum()) // 2
-    written, covered = reduce_draft_vocab(source, tmp_path / "narrow", target_folder, answers, size)
+    written, covered = reduce_draft_vocab(
+        source, tmp_path / "reduced", target_folder, answers, size
+    )
     assert written.config.draft_vocab_size == size
-    whole, narrowed = load_drafter(source), load_drafter(tmp_path / "narrow")
-    assert narrowed.d2t is not None
-    ids = torch.arange(size) + narrowed.d2t
+    whole, reduced = load_drafter(source), load_drafter(tmp_path / "reduced")
+    assert reduced.d2t is not None
+    ids = torch.arange(size) + reduced.d2t
     assert set(ids.tolist()) == set(counts.topk(size).indices.tolist())
     assert covered == pytest.approx(float(counts[ids].sum() / counts.sum()))
     assert 0.5 < covered < 1
     hidden = torch.randn(5, whole.config.hidden_size)
     of_whole = whole.logits(hidden, target.head)[:, ids]
-    assert torch.allclose(narrowed.logits(hidden, target.head), of_whole, atol=1e-5)
+    assert torch.allclose(reduced.logits(hidden, target.head), of_whole, atol=1e-5)
 
 
-def test_a_size_that_the_answers_do_not_fill_is_refused(
+def test_a_vocabulary_larger_than_the_answers_is_rejected(
     source: Path, target_folder: Path, answers: list[list[int]], tmp_path: Path
 ) -> None:
-    with pytest.raises(TrainError, match=f"--draft-vocab: found {TINY_VOCAB - 1}, want"):
-        reduce_draft_vocab(source, tmp_path / "narrow", target_folder, answers, TINY_VOCAB - 1)
-    reduce_draft_vocab(source, tmp_path / "narrow", target_folder, answers, 8)
-    with pytest.raises(TrainError, match="a head of its own"):
-        reduce_draft_vocab(tmp_path / "narrow", tmp_path / "twice", target_folder, answers, 4)
+    with pytest.raises(TrainError, match=f"--draft-vocab {TINY_VOCAB - 1} must be"):
+        reduce_draft_vocab(source, tmp_path / "reduced", target_folder, answers, TINY_VOCAB - 1)
+    reduce_draft_vocab(source, tmp_path / "reduced", target_folder, answers, 8)
+    with pytest.raises(TrainError, match="already has its own output head"):
+        reduce_draft_vocab(tmp_path / "reduced", tmp_path / "twice", target_folder, answers, 4)
 
 
 @pytest.mark.parametrize(

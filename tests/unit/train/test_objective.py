@@ -1,4 +1,4 @@
-"""The chunked loss is the eager one, and the formula, and never holds the logits of all slots."""
+"""The chunked loss equals the eager one and the formula, and never holds all logits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def some_scores(vocab: int = VOCAB, **settings: Any) -> Scores:
     ids=["plain", "bias", "multiplier and softcap"],
 )
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (20, 7)], ids=str)
-def test_chunks_give_the_loss_and_gradient_of_the_whole(
+def test_chunked_and_eager_loss_and_gradient_are_equal(
     monkeypatch: pytest.MonkeyPatch, objective: Objective, scores: Scores, shape: tuple[int, int]
 ) -> None:
     monkeypatch.setitem(loss.CHUNK_SLOTS, "cpu", 9)  # less than most batches, and no divisor
@@ -77,34 +77,34 @@ def test_chunks_give_the_loss_and_gradient_of_the_whole(
     )
 
 
-def test_the_eager_loss_is_the_formula() -> None:
+def test_the_eager_loss_follows_the_formula() -> None:
     hidden, slots = some_slots(6, 4)
     scores = some_scores()
     found = eager_loss_of_slots(hidden, slots, scores, MIXED, 10.0)
     hidden = hidden.detach()
     total = 0.0
     for block in range(6):
-        odds = [torch.softmax(scores.head @ hidden[block, k], 0) for k in range(4)]
-        entropy = [-math.log(odds[k][slots.labels[block, k]]) for k in range(4)]
+        probs = [torch.softmax(scores.head @ hidden[block, k], 0) for k in range(4)]
+        entropy = [-math.log(probs[k][slots.labels[block, k]]) for k in range(4)]
         weights = slow_dpace(entropy, slots.counted[block].tolist(), 0.4)
         for k in range(4):
             assert slots.teacher is not None
             teacher = torch.softmax(scores.head @ slots.teacher[block, k], 0)
             wanted = 0.3 * teacher
             wanted[slots.labels[block, k]] += 0.7
-            total += weights[k] * -(wanted * odds[k].log()).sum().item()
+            total += weights[k] * -(wanted * probs[k].log()).sum().item()
     assert found.loss.item() == pytest.approx(total / 10.0, rel=1e-5)
 
 
 def slow_dpace(entropy: list[float], counted: list[bool], alpha: float) -> list[float]:
     """w_j = sum over counted m >= j of the product of s_i, i <= m; s = (1 - alpha) q + alpha."""
-    stands = [
+    accepted = [
         (1 - alpha) * math.exp(-each) + alpha if known else 1.0
         for each, known in zip(entropy, counted, strict=True)
     ]
-    places = range(len(stands))
+    places = range(len(accepted))
     return [
-        sum(math.prod(stands[: m + 1]) for m in places if m >= j and counted[m]) if known else 0.0
+        sum(math.prod(accepted[: m + 1]) for m in places if m >= j and counted[m]) if known else 0.0
         for j, known in enumerate(counted)
     ]
 
@@ -127,7 +127,7 @@ def test_position_weights_carry_no_gradient() -> None:
     assert not position_weights(entropy, slots.counted, DPACE).requires_grad
 
 
-def test_only_counted_slots_move_the_weights() -> None:
+def test_only_counted_slots_have_a_gradient() -> None:
     hidden, slots = some_slots(9, 4)
     result = loss_of_slots(hidden, slots, some_scores(), MIXED, 1.0)
     (gradient,) = torch.autograd.grad(result.loss, hidden)
@@ -148,7 +148,7 @@ def test_the_loss_is_a_plain_sum_over_blocks() -> None:
     torch.testing.assert_close(part(slice(0, 3)) + part(slice(3, 10)), whole)
 
 
-def test_distillation_needs_the_targets_states() -> None:
+def test_distillation_requires_the_targets_states() -> None:
     hidden, slots = some_slots(2, 2)
     with pytest.raises(ValueError, match=r"distillation 0\.3 requires"):
         loss_of_slots(hidden, slots._replace(teacher=None), some_scores(), MIXED, 1.0)

@@ -1,4 +1,4 @@
-"""Every setting of a training run is a flag of `leadout train`, and nothing is there twice."""
+"""Every setting of a training run is a flag of `leadout train`."""
 
 from __future__ import annotations
 
@@ -32,56 +32,63 @@ def test_every_setting_is_a_flag_with_its_help() -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command would have been carried out with."""
-    commands: list[Any] = []
-    monkeypatch.setattr("leadout.train.command.carry_out", commands.append)
-    return commands
+    """The calls of `train` and `plan` in place of their work."""
+    calls: list[Any] = []
+
+    def record(*arguments: Any, **options: Any) -> None:
+        calls.append((arguments, options))
+
+    monkeypatch.setattr("leadout.train.command.train", record)
+    monkeypatch.setattr("leadout.train.command.plan", record)
+    return calls
 
 
 def run(*words: str) -> Any:
     return CliRunner().invoke(app, [*REQUIRED, *words])
 
 
-def test_without_flags_the_defaults_rule(given: list[Any]) -> None:
+def test_without_flags_all_settings_are_defaults(given: list[Any]) -> None:
     assert run().exit_code == 0
-    assert given[0].config == TrainConfig()
-    assert (given[0].target, given[0].data, given[0].out) == ("some/target", Path("d"), Path("o"))
-    assert (given[0].format, given[0].resume, given[0].plan) == ("zlab", False, False)
+    ((arguments, options),) = given
+    assert arguments == ("some/target", Path("d"), Path("o"), TrainConfig())
+    assert options == {"to": "zlab", "resume": False, "tensorboard": False}
 
 
-def test_flags_of_every_kind_arrive(given: list[Any]) -> None:
+def test_flags_of_every_type_are_passed_on(given: list[Any]) -> None:
     ended = run(
         *("--layers", "2", "--learning-rate", "0.5", "--optimizer", "adamw", "--compile"),
         *("--target-layer-ids", "1", "--target-layer-ids", "7", "--format", "speculators"),
-        *("--resume", "--plan", "--tensorboard"),
+        *("--resume", "--tensorboard"),
     )
     assert ended.exit_code == 0, ended.output
-    command = given[0]
-    assert command.config == TrainConfig(
+    ((arguments, options),) = given
+    assert arguments[-1] == TrainConfig(
         layers=2,
         learning_rate=0.5,
         optimizer="adamw",
         compile=True,
         target_layer_ids=(1, 7),
     )
-    assert command.format == "speculators"
-    assert command.resume
-    assert command.plan
-    assert command.tensorboard
+    assert options == {"to": "speculators", "resume": True, "tensorboard": True}
 
 
-def test_a_flag_comes_before_the_file(given: list[Any], tmp_path: Path) -> None:
+def test_a_plan_needs_no_folder_to_write(given: list[Any]) -> None:
+    assert run("--plan", "--layers", "3").exit_code == 0
+    assert given == [(("some/target", Path("d"), TrainConfig(layers=3)), {})]
+
+
+def test_flags_override_the_file(given: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("compile: true\nlayers: 4\nseed: 9\n")
     assert run("--config", str(file), "--no-compile", "--layers", "3").exit_code == 0
-    assert given[0].config == TrainConfig(compile=False, layers=3, seed=9)
+    assert given[0][0][-1] == TrainConfig(compile=False, layers=3, seed=9)
 
 
-def test_a_continued_run_needs_no_settings(given: list[Any], tmp_path: Path) -> None:
+def test_a_resumed_run_takes_its_settings_from_the_folder(given: list[Any], tmp_path: Path) -> None:
     TrainConfig(layers=7, seed=3).write(tmp_path / "training.yaml")
     words = ["train", "t", "--data", "d", "--out", str(tmp_path), "--resume", "--save-every", "9"]
     assert CliRunner().invoke(app, words).exit_code == 0
-    assert given[0].config == TrainConfig(layers=7, seed=3, save_every=9)
+    assert given[0][0][-1] == TrainConfig(layers=7, seed=3, save_every=9)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_a_continued_run_needs_no_settings(given: list[Any], tmp_path: Path) -> 
         (("--config", "nowhere.yaml"), "error: nowhere.yaml does not exist"),
     ],
 )
-def test_a_wrong_flag_ends_with_2(words: tuple[str, ...], message: str) -> None:
+def test_a_wrong_flag_exits_with_2(words: tuple[str, ...], message: str) -> None:
     ended = run(*words)
     assert ended.exit_code == 2
     assert message in ended.output
