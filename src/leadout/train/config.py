@@ -111,7 +111,8 @@ class TrainConfig(Settings):
     )
     states: Literal["auto", "compute", "disk"] = setting(
         "auto",
-        "Target hidden states: computed in every step, or computed once and kept on disk.",
+        "Target hidden states: computed in every step, or once and kept on disk (auto: with "
+        "more than one epoch).",
         panel="Run",
     )
     validate_every: int = setting(100, "Steps between validations.", panel="Run", ge=1)
