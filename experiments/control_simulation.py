@@ -1,16 +1,16 @@
-"""The live draft-length policy on made-up traffic and machines, against an oracle.
+"""Compares the live draft-length policy with an oracle on synthetic traffic and machines.
 
     python experiments/control_simulation.py --out results/control/simulator.json
 
-Every cell: a kind of traffic, a machine, a batch size, and what the policy knows of costs at the
-start ("measured": the machine's curves; "nothing"). Told are its tokens per second over those of an
-oracle that knows the laws of traffic and the true costs but no coin flip, and over a bare engine.
-The constants of the policy were chosen on a part of this traffic; "held out" is the other part, and
-the seeds are none of those used for choosing. Besides: how many steps a wrong belief about the
-traffic lasts, and what a decision takes.
+Every cell is a kind of traffic, a machine, a batch size, and what the policy knows about costs at
+the start ("measured": the machine's curves; "nothing"). It holds the policy's tokens per second
+relative to an oracle, which knows acceptance probabilities and costs but not the outcomes, and
+relative to a bare engine. The policy's constants were chosen on a part of this traffic; "held out"
+is the other part, and the seeds are none of those used for choosing. Also measured: how many steps
+a wrong prior lasts, and how long a decision takes.
 
-`--recorded FILE` adds traffic from a record: a line of JSON per request, the accepted counts of its
-steps with all drafts verified.
+`--recorded FILE` adds recorded traffic: a line of JSON per request, with the accepted counts of its
+steps when all drafts were verified.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from rich.table import Table
 
 from control_simulator.simulator import Machine, run_bare, run_oracle, run_policy
 from control_simulator.traffic import (
-    HELD_OUT,
+    HELD_OUT_TRAFFIC,
     MACHINES,
-    MOST,
-    PROCESSES,
-    Process,
+    MAX_DRAFTS,
+    TUNING_TRAFFIC,
+    Traffic,
     level,
     recorded,
     steady,
 )
-from leadout.control.acceptance_model import AcceptanceCurve, Outcome
-from leadout.control.policy import Policy, Seat
+from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome
+from leadout.control.policy import DecodingRequest, Policy
 from leadout.provenance import Provenance
 
-BATCHES = (1, 2, 4, 8, 16, 32)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BOUND = 0.97
 FIRST_SEED = 1000
 WRONG_PRIORS = {"hopeless, is good": (0.02, 0.9), "good, is hopeless": (0.9, 0.02)}
-WINDOW = 50  # steps over which "as fast as the oracle" is judged after a wrong prior
+WINDOW = 50  # steps over which throughput is compared with the oracle after a wrong prior
 
 
 def main() -> None:
@@ -57,15 +57,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--recorded", type=Path)
     arguments = parser.parse_args()
-    processes = [*PROCESSES, *HELD_OUT]
+    traffic = [*TUNING_TRAFFIC, *HELD_OUT_TRAFFIC]
     if arguments.recorded is not None:
         lines = arguments.recorded.read_text().splitlines()
-        processes.append(recorded(arguments.recorded.stem, [json.loads(line) for line in lines]))
+        traffic.append(recorded(arguments.recorded.stem, [json.loads(line) for line in lines]))
     cells = []
-    for process in track(processes, description="traffic"):
-        for name in MACHINES:
-            for batch in BATCHES:
-                cells += cells_of(process, name, batch, arguments.clock, arguments.seeds)
+    for each in track(traffic, description="traffic"):
+        for machine in MACHINES:
+            for batch_size in BATCH_SIZES:
+                cells += simulate(each, machine, batch_size, arguments.clock, arguments.seeds)
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "clock": arguments.clock,
@@ -82,26 +82,27 @@ def main() -> None:
     show(result)
 
 
-def cells_of(
-    process: Process, name: str, batch: int, clock: float, seeds: int
+def simulate(
+    traffic: Traffic, name: str, batch_size: int, clock: float, seeds: int
 ) -> list[dict[str, Any]]:
+    """The cells with and without measured costs."""
     costs = MACHINES[name]()
     machine = Machine(costs)
-    oracle = run_oracle(process, machine, batch, clock).rate
-    bare = run_bare(process, machine, batch, clock).rate
+    oracle = run_oracle(traffic, machine, batch_size, clock).rate
+    bare = run_bare(traffic, machine, batch_size, clock).rate
     found = []
     for start, known in (("measured", costs), ("nothing", None)):
         rates = [
-            run_policy(Policy(MOST, known), process, machine, batch, clock, seed).rate
+            run_policy(Policy(MAX_DRAFTS, known), traffic, machine, batch_size, clock, seed).rate
             for seed in range(FIRST_SEED, FIRST_SEED + seeds)
         ]
         found.append(
             {
-                "traffic": process.name,
-                "adversary": process.watches,
-                "held_out": process not in PROCESSES,
+                "traffic": traffic.name,
+                "adversary": traffic.is_adversary,
+                "held_out": traffic not in TUNING_TRAFFIC,
                 "machine": name,
-                "batch": batch,
+                "batch": batch_size,
                 "costs": start,
                 "of_oracle": round(mean(rates) / oracle, 4),
                 "of_oracle_each": [round(rate / oracle, 4) for rate in rates],
@@ -131,20 +132,21 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def wrong_priors() -> dict[str, dict[str, int]]:
     """The first step from which on the policy is near the oracle for a while."""
     found: dict[str, dict[str, int]] = {}
-    for told, (believed, true) in WRONG_PRIORS.items():
-        process = Process(told, steady(level(true)))
-        found[told] = {}
+    for case, (prior_probability, true_probability) in WRONG_PRIORS.items():
+        traffic = Traffic(case, steady(level(true_probability)))
+        found[case] = {}
         for name in MACHINES:
             costs = MACHINES[name]()
             machine = Machine(costs)
-            for batch in BATCHES:
-                prior = AcceptanceCurve.of_odds([believed] * MOST)
-                run = run_policy(Policy(MOST, costs, prior), process, machine, batch, 600.0)
-                oracle = run_oracle(process, machine, batch, 100.0).rate
-                found[told][f"{name}, batch {batch}"] = next(
+            for batch_size in BATCH_SIZES:
+                prior = AcceptanceCurve.from_probabilities([prior_probability] * MAX_DRAFTS)
+                policy = Policy(MAX_DRAFTS, costs, prior)
+                run = run_policy(policy, traffic, machine, batch_size, 600.0)
+                oracle = run_oracle(traffic, machine, batch_size, 100.0).rate
+                found[case][f"{name}, batch {batch_size}"] = next(
                     start
-                    for start in range(len(run.course) - WINDOW)
-                    if run.rate_of_steps(start, start + WINDOW) >= BOUND * oracle
+                    for start in range(len(run.steps) - WINDOW)
+                    if run.rate_between(start, start + WINDOW) >= BOUND * oracle
                 )
     return found
 
@@ -152,23 +154,25 @@ def wrong_priors() -> dict[str, dict[str, int]]:
 def decision_times() -> dict[str, dict[str, float]]:
     """Median and 99th percentile of deciding and of learning from a step."""
     found = {}
-    for batch in (1, 8, 64):
-        policy, draws = Policy(MOST, MACHINES["cpu"]()), random.Random(0)
+    for batch_size in (1, 8, 64):
+        policy, rng = Policy(MAX_DRAFTS, MACHINES["cpu"]()), random.Random(0)
         drafted, decide, observe = 0, [], []
         for _ in range(2000):
-            seats = [Seat(str(number), drafted, MOST) for number in range(batch)]
+            requests = [
+                DecodingRequest(str(number), drafted, MAX_DRAFTS) for number in range(batch_size)
+            ]
             start = time.perf_counter()
-            decision = policy.decide(seats)
+            decision = policy.decide(requests)
             decide.append(time.perf_counter() - start)
             outcomes = [
-                Outcome(seat.request, tried, draws.randint(0, tried))
-                for seat, tried in zip(seats, decision.verify, strict=True)
+                DraftOutcome(request.request_id, verified, rng.randint(0, verified))
+                for request, verified in zip(requests, decision.verify, strict=True)
             ]
             start = time.perf_counter()
             policy.observe(outcomes, decision.draft, 0.05)
             observe.append(time.perf_counter() - start)
             drafted = decision.draft
-        found[str(batch)] = {
+        found[str(batch_size)] = {
             "decide_median": round(1e6 * median(decide), 1),
             "decide_p99": round(1e6 * sorted(decide)[1980], 1),
             "observe_median": round(1e6 * median(observe), 1),
@@ -182,15 +186,15 @@ def show(result: dict[str, Any]) -> None:
     for name in MACHINES:
         table = Table(title=f"{name}: share of the oracle (costs measured / unknown at the start)")
         table.add_column("traffic")
-        for batch in BATCHES:
-            table.add_column(f"b={batch}", justify="right")
+        for batch_size in BATCH_SIZES:
+            table.add_column(f"b={batch_size}", justify="right")
         by_traffic: dict[str, dict[tuple[int, str], float]] = {}
         for cell in result["cells"]:
             if cell["machine"] == name:
                 row = by_traffic.setdefault(cell["traffic"], {})
                 row[cell["batch"], cell["costs"]] = cell["of_oracle"]
         for traffic, row in by_traffic.items():
-            shares = [f"{row[b, 'measured']:.3f} / {row[b, 'nothing']:.3f}" for b in BATCHES]
+            shares = [f"{row[b, 'measured']:.3f} / {row[b, 'nothing']:.3f}" for b in BATCH_SIZES]
             table.add_row(traffic, *shares)
         console.print(table)
     console.print_json(data={name: result[name] for name in ("chosen_on", "held_out")})

@@ -1,8 +1,9 @@
-"""The policy on made-up traffic and a made-up machine, against an oracle that knows both.
+"""Runs the draft-length policy on synthetic traffic and a synthetic machine, next to an oracle.
 
-A run lasts a fixed time. What counts are the tokens that the law expects of the drafts verified, so
-that luck with single drafts decides nothing; the policy sees drawn outcomes and noisy step times.
-The oracle knows the odds of this and the next step and the true costs, but no coin flip.
+A run lasts a fixed simulated time. Its throughput counts the expected tokens of the verified
+drafts, so that luck with single drafts decides nothing; the policy itself sees sampled outcomes and
+noisy step times. The oracle knows the acceptance probabilities of this and the next step and the
+true costs, but not the outcomes.
 """
 
 from __future__ import annotations
@@ -13,219 +14,239 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from control_simulator.traffic import MOST, Moment, Odds, Process
-from leadout.control.acceptance_model import Outcome
-from leadout.control.cost_model import Prices, StepCosts, least_worth, rates, verified
-from leadout.control.policy import Policy, Seat
+from control_simulator.traffic import MAX_DRAFTS, Moment, Probabilities, Traffic
+from leadout.control.acceptance_model import DraftOutcome
+from leadout.control.cost_model import StepCosts, StepCostTable
+from leadout.control.policy import DecodingRequest, Policy
+from leadout.control.throughput import (
+    drafts_to_verify,
+    min_worthwhile_survival,
+    throughput_by_k,
+)
 
-NOISE = 0.08  # of a step time
-STUMBLES, STUMBLE = 0.01, 4.0  # share of the steps, and how many times longer they take
+TIME_NOISE = 0.08  # relative standard deviation of a step time
+SLOW_STEP_SHARE, SLOW_STEP_FACTOR = 0.01, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens and seconds of one run."""
+    """Expected tokens and seconds of one run."""
 
     tokens: float
     seconds: float
-    course: tuple[tuple[float, float, float], ...]  # clock, tokens and seconds of each step
+    steps: tuple[tuple[float, float, float], ...]  # clock, tokens and seconds of each
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[float, float, float]]) -> Run:
+        return cls(
+            tokens=sum(tokens for _, tokens, _ in steps),
+            seconds=sum(seconds for _, _, seconds in steps),
+            steps=tuple(steps),
+        )
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
-    def rate_of_steps(self, start: int, end: int) -> float:
-        part = self.course[start:end]
+    def rate_between(self, start: int, end: int) -> float:
+        part = self.steps[start:end]
         return sum(tokens for _, tokens, _ in part) / sum(seconds for _, _, seconds in part)
 
 
 class Machine:
-    """True prices by batch size."""
+    """True costs by batch size."""
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
-        self._prices: dict[int, Prices] = {}
+        self._tables: dict[int, StepCostTable] = {}
 
-    def prices(self, batch: int) -> Prices:
-        if batch not in self._prices:
-            self._prices[batch] = Prices.of(
-                batch,
+    def table(self, batch_size: int) -> StepCostTable:
+        if batch_size not in self._tables:
+            max_verified = batch_size * MAX_DRAFTS
+            self._tables[batch_size] = StepCostTable.build(
+                batch_size,
                 1,
-                [self.costs.verify_seconds(batch, n) for n in range(batch * MOST + 1)],
-                [self.costs.draft_seconds(batch, k) for k in range(MOST + 1)],
+                [self.costs.verify_seconds(batch_size, n) for n in range(max_verified + 1)],
+                [self.costs.draft_seconds(batch_size, k) for k in range(MAX_DRAFTS + 1)],
             )
-        return self._prices[batch]
+        return self._tables[batch_size]
 
 
 @dataclass(slots=True)
-class _Seats:
-    """What the laws may know of each seat's past."""
+class _Slots:
+    """The batch's slots, with what acceptance processes may know about their past."""
 
-    process: Process
+    traffic: Traffic
     idle: list[int]
     streak: list[int]
 
     @classmethod
-    def of(cls, process: Process, batch: int) -> _Seats:
-        return cls(process, [0] * batch, [0] * batch)
+    def of(cls, traffic: Traffic, batch_size: int) -> _Slots:
+        return cls(traffic, [0] * batch_size, [0] * batch_size)
 
-    def taken(self, clock: float) -> int:
-        return max(1, round(self.process.load(clock) * len(self.idle)))
+    def occupied(self, clock: float) -> int:
+        return max(1, round(self.traffic.load(clock) * len(self.idle)))
 
-    def odds(self, clock: float, count: int) -> list[Odds]:
-        law = self.process.law
+    def probabilities(self, clock: float, count: int) -> list[Probabilities]:
+        acceptance = self.traffic.acceptance
         return [
-            law(Moment(clock, seat, self.idle[seat], self.streak[seat])) for seat in range(count)
+            acceptance(Moment(clock, slot, self.idle[slot], self.streak[slot]))
+            for slot in range(count)
         ]
 
-    def verified(self, counts: Sequence[int]) -> None:
-        for seat, count in enumerate(counts):
-            self.idle[seat] = 0 if count else self.idle[seat] + 1
-            self.streak[seat] = self.streak[seat] + 1 if count else 0
+    def record(self, verified: Sequence[int]) -> None:
+        for slot, count in enumerate(verified):
+            self.idle[slot] = 0 if count else self.idle[slot] + 1
+            self.streak[slot] = self.streak[slot] + 1 if count else 0
 
 
 def run_policy(
-    policy: Policy, process: Process, machine: Machine, batch: int, clock_end: float, seed: int = 0
+    policy: Policy,
+    traffic: Traffic,
+    machine: Machine,
+    batch_size: int,
+    clock_end: float,
+    seed: int = 0,
 ) -> Run:
     """The policy for `clock_end` bare steps of the full batch."""
-    draws = random.Random(seed)
-    unit = machine.prices(batch).bare
-    seats = _Seats.of(process, batch)
-    clock, drafted, course = 0.0, 0, []
-    had: set[str] = set()
+    rng = random.Random(seed)
+    unit = machine.table(batch_size).baseline
+    slots = _Slots.of(traffic, batch_size)
+    clock, drafted, steps = 0.0, 0, []
+    previous: set[str] = set()
     while clock < clock_end:
-        count = seats.taken(clock)
-        requests = [process.request(clock, seat) for seat in range(count)]
-        here = set(requests)
-        for gone in had - here:
-            policy.forget(gone)
-        # A new request has just read its prompt, after which the engine drafts as for the others.
-        decision = policy.decide([Seat(request, drafted, MOST) for request in requests])
-        odds = seats.odds(clock, count)
+        count = slots.occupied(clock)
+        requests = [traffic.request(clock, slot) for slot in range(count)]
+        present = set(requests)
+        for ended in previous - present:
+            policy.forget(ended)
+        # A new request has just finished its prefill, after which the engine drafts for it too.
+        decision = policy.decide(
+            [DecodingRequest(request, drafted, MAX_DRAFTS) for request in requests]
+        )
+        probabilities = slots.probabilities(clock, count)
         accepted = [
-            _draw(draws, law, tried) for law, tried in zip(odds, decision.verify, strict=True)
+            _sample_accepted(rng, each, verified)
+            for each, verified in zip(probabilities, decision.verify, strict=True)
         ]
-        prices = machine.prices(count)
-        seconds = prices.step[decision.draft][sum(decision.verify)]
+        seconds = machine.table(count).step[decision.draft][sum(decision.verify)]
         policy.observe(
             [
-                Outcome(*outcome)
+                DraftOutcome(*outcome)
                 for outcome in zip(requests, decision.verify, accepted, strict=True)
             ],
             decision.draft,
-            _measured(draws, seconds),
+            _measured_seconds(rng, seconds),
         )
-        course.append((clock, count + _expected(odds, decision.verify), seconds))
-        seats.verified(decision.verify)
-        drafted, had = decision.draft, here
+        steps.append((clock, count + _expected_accepted(probabilities, decision.verify), seconds))
+        slots.record(decision.verify)
+        drafted, previous = decision.draft, present
         clock += seconds / unit
-    return _run(course)
+    return Run.of(steps)
 
 
-def run_oracle(process: Process, machine: Machine, batch: int, clock_end: float) -> Run:
-    """The most that knowing the law and the costs can bring."""
-    if process.watches:
+def run_oracle(traffic: Traffic, machine: Machine, batch_size: int, clock_end: float) -> Run:
+    """The highest throughput possible with known acceptance probabilities and costs."""
+    if traffic.is_adversary:
+        # What is best now depends on what is done later: search over fixed schedules instead.
         return max(
-            (_run_plan(plan, process, machine, batch, clock_end) for plan in _plans()),
+            (_run_schedule(each, traffic, machine, batch_size, clock_end) for each in _schedules()),
             key=lambda run: run.rate,
         )
-    unit = machine.prices(batch).bare
-    seats = _Seats.of(process, batch)
-    clock, drafted, course = 0.0, 0, []
-    remembered: dict[tuple[tuple[Odds, ...], int], tuple[list[int], int, float]] = {}
+    unit = machine.table(batch_size).baseline
+    slots = _Slots.of(traffic, batch_size)
+    clock, drafted, steps = 0.0, 0, []
+    optima: dict[tuple[tuple[Probabilities, ...], int], tuple[list[int], int, float]] = {}
     while clock < clock_end:
-        count = seats.taken(clock)
-        odds = seats.odds(clock, count)
-        key = (tuple(sorted(odds)), drafted)
-        prices = machine.prices(count)
-        if key not in remembered:
-            survivals = [tuple(accumulate(law, mul)) for law in key[0]]
-            by_k = rates(survivals, [MOST] * count, prices)
-            best = max(range(MOST + 1), key=by_k.__getitem__)
-            least = least_worth(survivals, [drafted] * count, prices, by_k[best])
-            tried = verified(survivals, [drafted] * count, least)
-            remembered[key] = (tried, best, _expected(key[0], tried))
-        tried, best, gained = remembered[key]
-        seconds = prices.step[best][sum(tried)]
-        course.append((clock, count + gained, seconds))
+        count = slots.occupied(clock)
+        probabilities = slots.probabilities(clock, count)
+        key = (tuple(sorted(probabilities)), drafted)
+        costs = machine.table(count)
+        if key not in optima:
+            survivals = [tuple(accumulate(each, mul)) for each in key[0]]
+            by_k = throughput_by_k(survivals, [MAX_DRAFTS] * count, costs)
+            best = max(range(MAX_DRAFTS + 1), key=by_k.__getitem__)
+            available = [drafted] * count
+            min_survival = min_worthwhile_survival(survivals, available, costs, by_k[best])
+            verify = drafts_to_verify(survivals, available, min_survival)
+            optima[key] = (verify, best, _expected_accepted(key[0], verify))
+        verify, best, accepted = optima[key]
+        seconds = costs.step[best][sum(verify)]
+        steps.append((clock, count + accepted, seconds))
         drafted = best
         clock += seconds / unit
-    return _run(course)
+    return Run.of(steps)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """k for the first `on` of every `every` steps, else 0; all drafts are verified."""
+class Schedule:
+    """K for the first `on` of every `period` steps, else 0; all drafts are verified."""
 
     k: int
     on: int = 1
-    every: int = 1
+    period: int = 1
 
     def draft(self, step: int) -> int:
-        return self.k if step % self.every < self.on else 0
+        return self.k if step % self.period < self.on else 0
 
 
-def _plans() -> list[Plan]:
-    steady = [Plan(k) for k in range(MOST + 1)]
-    bursts = [Plan(MOST, on, every) for on in (1, 2, 3) for every in (4, 8, 11, 12, 13, 16)]
+def _schedules() -> list[Schedule]:
+    steady = [Schedule(k) for k in range(MAX_DRAFTS + 1)]
+    bursts = [
+        Schedule(MAX_DRAFTS, on, period) for on in (1, 2, 3) for period in (4, 8, 11, 12, 13, 16)
+    ]
     return steady + bursts
 
 
-def _run_plan(plan: Plan, process: Process, machine: Machine, batch: int, clock_end: float) -> Run:
-    unit = machine.prices(batch).bare
-    seats = _Seats.of(process, batch)
-    clock, drafted, course, step = 0.0, 0, [], 0
+def _run_schedule(
+    schedule: Schedule, traffic: Traffic, machine: Machine, batch_size: int, clock_end: float
+) -> Run:
+    unit = machine.table(batch_size).baseline
+    slots = _Slots.of(traffic, batch_size)
+    clock, drafted, steps = 0.0, 0, []
     while clock < clock_end:
-        count = seats.taken(clock)
-        tried = [drafted] * count
-        odds = seats.odds(clock, count)
-        k = plan.draft(step)
-        seconds = machine.prices(count).step[k][sum(tried)]
-        course.append((clock, count + _expected(odds, tried), seconds))
-        seats.verified(tried)
-        drafted, step = k, step + 1
+        count = slots.occupied(clock)
+        verify = [drafted] * count
+        probabilities = slots.probabilities(clock, count)
+        k = schedule.draft(len(steps))
+        seconds = machine.table(count).step[k][sum(verify)]
+        steps.append((clock, count + _expected_accepted(probabilities, verify), seconds))
+        slots.record(verify)
+        drafted = k
         clock += seconds / unit
-    return _run(course)
+    return Run.of(steps)
 
 
-def run_bare(process: Process, machine: Machine, batch: int, clock_end: float) -> Run:
-    """An engine that has no drafter at all, not even its context to keep."""
-    unit = machine.prices(batch).bare
-    seats = _Seats.of(process, batch)
-    clock, course = 0.0, []
+def run_bare(traffic: Traffic, machine: Machine, batch_size: int, clock_end: float) -> Run:
+    """An engine without a drafter, which has no drafter's context to keep up either."""
+    unit = machine.table(batch_size).baseline
+    slots = _Slots.of(traffic, batch_size)
+    clock, steps = 0.0, []
     while clock < clock_end:
-        count = seats.taken(clock)
+        count = slots.occupied(clock)
         seconds = machine.costs.bare_seconds(count)
-        course.append((clock, float(count), seconds))
+        steps.append((clock, float(count), seconds))
         clock += seconds / unit
-    return _run(course)
+    return Run.of(steps)
 
 
-def _run(course: Sequence[tuple[float, float, float]]) -> Run:
-    return Run(
-        tokens=sum(tokens for _, tokens, _ in course),
-        seconds=sum(seconds for _, _, seconds in course),
-        course=tuple(course),
-    )
-
-
-def _draw(draws: random.Random, odds: Odds, tried: int) -> int:
-    for position in range(tried):
-        if draws.random() >= odds[position]:
+def _sample_accepted(rng: random.Random, probabilities: Probabilities, verified: int) -> int:
+    for position in range(verified):
+        if rng.random() >= probabilities[position]:
             return position
-    return tried
+    return verified
 
 
-def _expected(odds: Sequence[Odds], tried: Sequence[int]) -> float:
+def _expected_accepted(probabilities: Sequence[Probabilities], verified: Sequence[int]) -> float:
     total = 0.0
-    for law, count in zip(odds, tried, strict=True):
-        left = 1.0
+    for each, count in zip(probabilities, verified, strict=True):
+        survival = 1.0
         for position in range(count):
-            left *= law[position]
-            total += left
+            survival *= each[position]
+            total += survival
     return total
 
 
-def _measured(draws: random.Random, seconds: float) -> float:
-    stumble = STUMBLE if draws.random() < STUMBLES else 1.0
-    return seconds * stumble * max(0.5, draws.gauss(1.0, NOISE))
+def _measured_seconds(rng: random.Random, seconds: float) -> float:
+    factor = SLOW_STEP_FACTOR if rng.random() < SLOW_STEP_SHARE else 1.0
+    return seconds * factor * max(0.5, rng.gauss(1.0, TIME_NOISE))

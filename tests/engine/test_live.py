@@ -145,30 +145,30 @@ def scheduler_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-class Whim(Policy):
-    """Verifies and drafts at random, copies wherever it can: no choice may change an answer."""
+class RandomPolicy(Policy):
+    """Verifies and drafts at random, often by prompt lookup: no choice may change an answer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(K)
-        self._draws = random.Random(seed)
-        self.copied = self.accepted_copies = self.steps = self.verified = 0
+        self._rng = random.Random(seed)
+        self.lookup = self.accepted_lookup = self.steps = self.verified = 0
 
-    def decide(self, seats: Any) -> Decision:
-        verify, copies = [], []
-        for seat in seats:
-            is_copy = seat.copied > 0 and self._draws.random() < 0.7
-            limit = min(seat.cap, seat.copied if is_copy else seat.available)
-            verify.append(self._draws.randint(0, limit))
-            copies.append(is_copy)
-        return Decision(tuple(verify), self._draws.randint(0, K), False, None, tuple(copies))
+    def decide(self, requests: Any) -> Decision:
+        verify, use_lookup = [], []
+        for request in requests:
+            is_lookup = request.lookup > 0 and self._rng.random() < 0.7
+            limit = min(request.limit, request.lookup if is_lookup else request.available)
+            verify.append(self._rng.randint(0, limit))
+            use_lookup.append(is_lookup)
+        return Decision(tuple(verify), self._rng.randint(0, K), False, None, tuple(use_lookup))
 
     def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
         self.steps += 1
         for outcome in outcomes:
             self.verified += outcome.verified
-            if outcome.copied:
-                self.copied += outcome.verified
-                self.accepted_copies += outcome.accepted
+            if outcome.from_lookup:
+                self.lookup += outcome.verified
+                self.accepted_lookup += outcome.accepted
 
 
 def test_answers_are_those_of_bare_vllm(
@@ -180,21 +180,21 @@ def test_answers_are_those_of_bare_vllm(
         assert answers(llm) == bare
         control = scheduler._control
         assert control is not None, lines
-        assert control._policy.costs.known
+        assert control._policy.costs.has_estimate
         # Requests leave nothing behind.
-        assert not control._indexes
-        assert not control._caps
-        nonsense = [line for line in lines if "found 'nonsense'" in line]
+        assert not control._lookups
+        assert not control._limits
+        nonsense = [line for line in lines if "is 'nonsense', expected" in line]
         assert len(nonsense) == 1
 
-        # Whatever is decided: all lengths, all steps, copies in between.
-        whim = Whim(seed=1)
-        control._policy = whim
+        # Whatever is decided: all lengths, at all steps, with and without prompt lookup.
+        policy = RandomPolicy(seed=1)
+        control._policy = policy
         for _ in range(2):
             assert answers(llm) == bare
         assert scheduler._control is control, lines
-        assert whim.steps > 20
-        assert whim.accepted_copies > 0
+        assert policy.steps > 20
+        assert policy.accepted_lookup > 0
 
         # Requests that leave in the midst of it.
         core = llm.llm_engine
@@ -212,7 +212,7 @@ def test_answers_are_those_of_bare_vllm(
         for number in (1, 2, 3, 4, 5, 7):
             assert finished[f"r{number}"] == bare[number]
         assert scheduler._control is control, lines
-        assert not control._caps
+        assert not control._limits
 
 
 def test_a_step_ahead_of_the_model_the_answers_are_the_same(
@@ -232,14 +232,14 @@ def test_a_step_ahead_of_the_model_the_answers_are_the_same(
         scheduler = scheduler_of(llm)
         assert isinstance(scheduler, LiveAsyncScheduler)
         control = scheduler._control
-        assert control._copy_match == 0
+        assert control._min_match == 0
         assert answers(llm) == bare
-        assert control._policy.costs.known
-        whim = control._policy = Whim(seed=2)
+        assert control._policy.costs.has_estimate
+        policy = control._policy = RandomPolicy(seed=2)
         assert answers(llm) == bare
         assert scheduler._control is control, lines
-        assert whim.verified > 50
-        assert whim.copied == 0
+        assert policy.verified > 50
+        assert policy.lookup == 0
 
 
 def test_a_stop_token_among_the_drafts_ends_the_answer_where_bare_vllm_ends_it(
@@ -264,7 +264,7 @@ def test_a_stop_string_ends_the_answer_where_bare_vllm_ends_it(
     assert stopped
     assert all(0 < len(tokens) < TOKENS for _, tokens in stopped)
     with live(LiveSettings(prompt_lookup_min_match=1)) as llm:
-        scheduler_of(llm)._control._policy = Whim(seed=3)
+        scheduler_of(llm)._control._policy = RandomPolicy(seed=3)
         assert stopped_answers(llm, whole) == stopped
 
 
@@ -318,7 +318,7 @@ def test_live_control_on_the_v2_runner(pair: tuple[Path, Path], bare: list[list[
     assert told, ended.stdout[-3000:] + ended.stderr[-3000:]
     result = json.loads(told[0].removeprefix("RESULT "))
     assert result["control"]
-    assert result["copy_match"] == 0
+    assert result["lookup_min_match"] == 0
     for number, answer in enumerate(result["answers"]):
         assert answer == bare[number][: len(answer)]
     assert len(set(result["lengths"])) > 2  # verified drafts per request and step: many numbers

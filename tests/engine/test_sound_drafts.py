@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from leadout.checkpoints import write_checkpoint
-from leadout.engine.scheduler import SoundDrafts
+from leadout.engine.scheduler import CpuSamplingWorkaround
 from leadout.engine.settings import SCHEDULER
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import tiny_llama
@@ -18,7 +18,7 @@ PROMPTS = [[7, 8, 9, 10, 11] * 4, [40, 41, 42, 43] * 5, [3, 5, 7], list(range(60
 
 
 def test_vllm_does_not_spread_temperatures_over_the_tokens_of_a_step() -> None:
-    """When this fails, vLLM has mended it: `sound_drafts` can go for that version."""
+    """When this fails, vLLM has fixed it: `CpuSamplingWorkaround` can go for that version."""
     from vllm.platforms import current_platform
     from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 
@@ -101,7 +101,7 @@ def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
         **sizes,
     ) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert isinstance(scheduler, SoundDrafts)
+        assert isinstance(scheduler, CpuSamplingWorkaround)
         asked = drafts_asked_for(scheduler, monkeypatch)
         assert answers(llm, mixed) == bare[0]
         assert drafts_verified(llm) == 0

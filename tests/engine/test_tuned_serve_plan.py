@@ -71,7 +71,7 @@ def test_the_table_goes_to_vllm_up_to_its_most_requests(
     table = asked["num_speculative_tokens_per_batch_size"]
     assert table[:-1] == [list(row) for row in tuned.table[:-1]]
     assert table[-1] == [tuned.table[-1][0], 32, tuned.table[-1][2]]
-    assert asked["num_speculative_tokens"] == tuned.most_drafts
+    assert asked["num_speculative_tokens"] == tuned.max_drafts
     assert not [note for note in plan.notes if "tune again" in note]
 
 

@@ -20,7 +20,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from leadout.engine import metrics as watch
 from leadout.engine.capture import CaptureCounters
-from leadout.engine.live import LiveNumbers, numbers_file, write_numbers
+from leadout.engine.live import LiveMetrics, live_metrics_file
 from leadout.engine.metrics import AcceptanceWatch
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import Server, server_command
@@ -175,8 +175,8 @@ def test_live_controls_numbers_stand_beside_the_acceptance(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     AcceptanceWatch(vllm_config=config(), engine_indexes=[0, 1])
     assert "leadout:draft_length" not in generate_latest(registry).decode()
-    numbers = LiveNumbers(written=time.time(), steps=2, drafted=5, gain=1.5)
-    write_numbers(numbers, numbers_file("a-test", 1))
+    numbers = LiveMetrics(written=time.time(), steps=2, drafted=5, gain=1.5)
+    write_small(numbers, live_metrics_file("a-test", 1))
     shown = parse(generate_latest(registry).decode())
     assert shown["leadout:draft_length", "name", "1"] == 2.5
     assert shown["leadout:estimated_gain", "name", "1"] == 1.5

@@ -19,14 +19,15 @@ def main() -> None:
     from leadout.control.policy import Decision, Policy
     from leadout.engine.settings import LiveSettings
 
-    most = int(draft_tokens)
-    draws = random.Random(0)
+    max_drafts = int(draft_tokens)
+    rng = random.Random(0)
     lengths: list[int] = []
 
-    class Whim(Policy):
-        def decide(self, seats: Any) -> Decision:
-            verify = tuple(draws.randint(0, seat.available) for seat in seats)
-            return Decision(verify, draws.randint(0, most), False, None, (False,) * len(seats))
+    class RandomPolicy(Policy):
+        def decide(self, requests: Any) -> Decision:
+            verify = tuple(rng.randint(0, request.available) for request in requests)
+            use_lookup = (False,) * len(requests)
+            return Decision(verify, rng.randint(0, max_drafts), False, None, use_lookup)
 
         def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
             lengths.extend(outcome.verified for outcome in outcomes)
@@ -42,12 +43,12 @@ def main() -> None:
         speculative_config={
             "method": "dflash",
             "model": drafter,
-            "num_speculative_tokens": most,
+            "num_speculative_tokens": max_drafts,
         },
         **live_engine_arguments(LiveSettings()),
     )
     control = llm.llm_engine.engine_core.engine_core.scheduler._control
-    control._policy = Whim(most)
+    control._policy = RandomPolicy(max_drafts)
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False)
     asked = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     outputs = llm.generate(asked, params, use_tqdm=False)
@@ -56,7 +57,7 @@ def main() -> None:
         "answers": [list(output.outputs[0].token_ids) for output in outputs],
         "lengths": lengths,
         "control": scheduler._control is control,
-        "copy_match": control._copy_match,
+        "lookup_min_match": control._min_match,
     }
     print("RESULT " + json.dumps(result))
 

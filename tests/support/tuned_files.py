@@ -28,7 +28,7 @@ def speedups_of(
     odds: list[float], *, per_draft: float = 0.05, drafting: float = 0.1, spread: float = 0.01
 ) -> dict[int, dict[int, Interval]]:
     """A verified draft costs `per_draft` bare steps times the batch size, drafting `drafting`."""
-    tokens = AcceptanceCurve.of_odds(odds).tokens
+    tokens = AcceptanceCurve.from_probabilities(odds).tokens
     return {
         batch: {
             k: near(tokens[k] / (1 + per_draft * batch * k + drafting), spread)
@@ -52,7 +52,7 @@ def a_tuning(
     verify: CostCurves = {
         b: {v: near(0.04 * (1 + per_draft * b * v)) for v in range(most + 1)} for b in BATCHES
     }
-    tokens = AcceptanceCurve.of_odds(odds).tokens
+    tokens = AcceptanceCurve.from_probabilities(odds).tokens
     return Tuned(
         provenance=Provenance.of_this_run().model_copy(update={"versions": installed_versions()}),
         target=target or Model(name="a-target", fingerprint="1" * 64),

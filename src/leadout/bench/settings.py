@@ -12,7 +12,7 @@ from typing import Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.control.cost_model import Line
+from leadout.control.cost_model import PiecewiseLinear
 from leadout.data.prompts import prompts_hash
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import server_command
@@ -212,7 +212,7 @@ class BenchPlan(BaseModel):
 def make_plan(settings: BenchSettings, done: Sequence[Cell], rates: Rates) -> BenchPlan:
     """What is left to do and how long that takes, if every arm is as fast as the rates."""
     left = [cell for cell in all_cells(settings) if cell not in set(done)]
-    speed = Line.through(rates.tokens_per_second)
+    speed = PiecewiseLinear.through(rates.tokens_per_second)
     tokens = [settings.requests_at(cell.concurrency) * settings.output_tokens for cell in left]
     seconds = sum(
         count / speed(cell.concurrency) + _SECONDS_BETWEEN

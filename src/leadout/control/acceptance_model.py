@@ -1,275 +1,293 @@
-"""How many tokens a step brings, by how many are drafted."""
+"""Acceptance probabilities of drafts, estimated online from what the target accepts.
+
+p_j is the probability that the draft at position j is accepted, given that all before it were; the
+product S_j = p_1 · ... · p_j is the survival function. The model keeps exponentially decayed counts
+of trials n_j and acceptances a_j, globally and for each request. Drafts that were not verified, and
+those behind the first rejection, are no trials.
+
+Globally each position is shrunk towards the one before it, which fills positions without trials:
+
+    p_j = (a_j + w · p_{j-1}) / (n_j + w),    p_0 = 0.7, w = 1.5 trials
+
+A request is shrunk towards the global estimate, shifted by how much better or worse the request was
+at the position before:
+
+    q_j = (a'_j + w' · m_j) / (n'_j + w'),    m_j = clip(p_j + q_{j-1} - p_{j-1}, 0, 1), w' = 4
+
+Sudden changes would take a half-life to show. Two-sided CUSUM detectors therefore watch the
+standardised deviations of all traffic and of each request, and discount history when they fire.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import sqrt
 from operator import mul
 
+FIRST_PROBABILITY = 0.7  # of the first draft before anything is known: high enough to be tried
+PRIOR_TRIALS = 10.0  # weight of a measured curve at each position
+POSITION_SHRINKAGE = 1.5  # trials; weight of the position before, in the global estimate
+GLOBAL_SHRINKAGE = 4.0  # trials; weight of the global estimate, in that of a request
+# Half-lives of trials, in steps.
+GLOBAL_HALF_LIFE = 60.0
+REQUEST_HALF_LIFE = 45.0
+IDLE_HALF_LIFE = 60.0  # of a request whose drafts are not verified
+REQUESTS_PER_UPDATE_STEP = 16  # for each so many, one more step between two updates
+# Change detection, in standard deviations: slack of a step, and threshold of the sum.
+GLOBAL_SLACK, GLOBAL_THRESHOLD = 0.5, 7.0
+REQUEST_SLACK, REQUEST_THRESHOLD = 0.5, 3.5
+MIN_VARIANCE = 0.2  # one lucky draft where none was expected is no change
+# After a change: max. global trials at a position, and the factor on trials of single requests.
+MAX_TRIALS_AFTER_CHANGE = 3.0
+REQUEST_FACTOR_AFTER_CHANGE = 0.1
+
+_GLOBAL_GROWTH = 2 ** (1 / GLOBAL_HALF_LIFE)
+_REQUEST_GROWTH = 2 ** (1 / REQUEST_HALF_LIFE)
+_IDLE_GROWTH = 2 ** (1 / IDLE_HALF_LIFE)
+
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCurve:
-    """`tokens[k]`: tokens a request gains in a step that verifies k drafts; `tokens[0]` is 1."""
+    """`tokens[k]`: expected tokens of a request in a step that verifies k drafts; `[0]` is 1."""
 
     tokens: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not self.tokens or self.tokens[0] != 1.0:
             raise ValueError(
-                f"acceptance curve: found {self.tokens[:1]} for no draft, wanted exactly 1 token"
+                f"an acceptance curve begins with exactly 1 token for no drafts, got {self.tokens}"
             )
 
     @classmethod
-    def of_survival(cls, survival: Sequence[float]) -> AcceptanceCurve:
-        """From the chance that the first k drafts stand together, for k = 1, 2, ..."""
+    def from_survival(cls, survival: Sequence[float]) -> AcceptanceCurve:
+        """From the probabilities that the first k drafts are all accepted, for k = 1, 2, ..."""
         return cls(tuple(accumulate(survival, initial=1.0)))
 
     @classmethod
-    def of_odds(cls, odds: Sequence[float]) -> AcceptanceCurve:
-        """From the chance that draft k stands where all before it did."""
-        return cls.of_survival(list(accumulate(odds, mul)))
+    def from_probabilities(cls, probabilities: Sequence[float]) -> AcceptanceCurve:
+        """From the probabilities that draft k is accepted, given that all before it were."""
+        return cls.from_survival(list(accumulate(probabilities, mul)))
 
     @property
-    def most(self) -> int:
-        """The largest K that the curve knows."""
+    def max_drafts(self) -> int:
+        """The largest K of the curve."""
         return len(self.tokens) - 1
 
-
-# The odds of drafts, learnt from what the target accepted.
-#
-# For each draft position: the chance that it stands where all before it stood. Those of all traffic
-# lean on the position before; what has not been looked at for long is believed to be like its
-# neighbour, and worth another look. Those of a request lean on all traffic, and are believed to be
-# as much better or worse as they were at the position before. Old looks are forgotten.
-#
-# A position that was not verified, or that came after the first refusal, teaches nothing.
-
-UNSEEN_ODDS = 0.7  # of the first draft before anything is known: high enough to be tried
-PRIOR_WEIGHT = 10.0  # looks at each position that a measured curve is worth
-NEIGHBOUR_WEIGHT = 1.5  # looks, for all traffic
-TRAFFIC_WEIGHT = 4.0  # looks, for a request
-# Steps after which half of a look is forgotten.
-TRAFFIC_HALF_LIFE = 60.0
-REQUEST_HALF_LIFE = 45.0
-IDLE_HALF_LIFE = 60.0  # of a request whose drafts are not verified
-DERIVE_REQUESTS = 16  # for each so many, a step between two derivations
-# A change of all traffic at once: deviations that add up, less a slack for each step.
-CHANGE_SLACK, CHANGE_ALARM = 0.5, 7.0
-OWN_AFTER_CHANGE = 0.1  # of the looks at single requests that still count
-# The same for a single request that goes on with something else.
-OWN_SLACK, OWN_ALARM = 0.5, 3.5
-LEAST_VARIANCE = 0.2  # a single lucky draft where none is expected is no change
-BELIEVED_LOOKS = 3.0  # at all traffic that still count, at most
+    def probabilities(self, positions: int) -> list[float]:
+        """The inverse of `from_probabilities`; positions beyond the curve are like its last."""
+        survival = [self.tokens[k] - self.tokens[k - 1] for k in range(1, len(self.tokens))]
+        found, before = [], 1.0
+        for here in survival[:positions]:
+            found.append(min(max(here / before, 0.0), 1.0) if before > 0 else 0.0)
+            before = here
+        return found + found[-1:] * (positions - len(found))
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one request's drafts came to in one step."""
+class DraftOutcome:
+    """How many drafts of a request were verified in a step, and how many of them accepted."""
 
-    request: str
+    request_id: str
     verified: int
     accepted: int
-    copied: bool = False  # not the drafter's
+    from_lookup: bool = False  # prompt lookup made the drafts, not the drafter
 
     def __post_init__(self) -> None:
         if not 0 <= self.accepted <= self.verified:
             raise ValueError(
-                f"outcome of request {self.request}: found {self.accepted} accepted of "
-                f"{self.verified} verified drafts, wanted 0 <= accepted <= verified"
+                f"request {self.request_id}: {self.accepted} of {self.verified} verified drafts "
+                "accepted, expected 0 <= accepted <= verified"
             )
 
 
 @dataclass(slots=True)
-class Counts:
-    """Looks at each position, and how many of them were accepted.
+class DecayedCounts:
+    """Exponentially decayed trials and acceptances by draft position.
 
-    A new look weighs `weight`, which grows as time passes: the same as if the old ones faded.
+    Instead of shrinking all old counts, `decay` lets the weight of new ones grow: every ratio is
+    the same, and a step costs one multiplication.
     """
 
-    stood: list[float]
-    looked: list[float]
+    accepted: list[float]
+    trials: list[float]
     weight: float = 1.0
 
     @classmethod
-    def none(cls, positions: int) -> Counts:
+    def zeros(cls, positions: int) -> DecayedCounts:
         return cls([0.0] * positions, [0.0] * positions)
 
-    def age(self, growth: float) -> None:
+    def decay(self, growth: float) -> None:
+        """Count everything so far 1 / `growth` times as much."""
         self.weight *= growth
         if self.weight > 1e9:
-            self.stood = [stood / self.weight for stood in self.stood]
-            self.looked = [looked / self.weight for looked in self.looked]
+            self.accepted = [accepted / self.weight for accepted in self.accepted]
+            self.trials = [trials / self.weight for trials in self.trials]
             self.weight = 1.0
 
-    def shrink(self, looks: float) -> None:
-        """At most so many looks at a position, with the odds they have."""
-        for position, looked in enumerate(self.looked):
-            if looked > looks * self.weight:
-                self.stood[position] *= looks * self.weight / looked
-                self.looked[position] = looks * self.weight
+    def cap_trials(self, max_trials: float) -> None:
+        """Reduce each position to at most so many trials, with the same share accepted."""
+        for position, trials in enumerate(self.trials):
+            if trials > max_trials * self.weight:
+                self.accepted[position] *= max_trials * self.weight / trials
+                self.trials[position] = max_trials * self.weight
 
     def add(self, verified: int, accepted: int) -> None:
-        weight, stood, looked = self.weight, self.stood, self.looked
+        weight, accepted_counts, trials = self.weight, self.accepted, self.trials
         for position in range(accepted):
-            stood[position] += weight
-            looked[position] += weight
+            accepted_counts[position] += weight
+            trials[position] += weight
         if accepted < verified:
-            looked[accepted] += weight
+            trials[accepted] += weight
 
-    def join(self, other: Counts) -> None:
-        """Add looks that weigh 1 each."""
+    def merge(self, other: DecayedCounts) -> None:
+        """Add counts of weight 1."""
         weight = self.weight
-        for position, looked in enumerate(other.looked):
-            self.stood[position] += weight * other.stood[position]
-            self.looked[position] += weight * looked
+        for position, trials in enumerate(other.trials):
+            self.accepted[position] += weight * other.accepted[position]
+            self.trials[position] += weight * trials
 
 
 @dataclass(slots=True)
-class _Own:
-    """A request's counts and the survival last derived from them."""
+class Cusum:
+    """A two-sided CUSUM change detector over standardised deviations."""
 
-    counts: Counts
-    survival: tuple[float, ...] = ()
-    version: int = -1
+    slack: float
+    threshold: float
     above: float = 0.0
     below: float = 0.0
 
-    def is_surprised_by(self, verified: int, accepted: int) -> bool:
-        """Whether its steps have deviated to one side for too long to be chance."""
-        mean, square = 0.0, 0.0
-        for position, left in enumerate(self.survival[:verified]):
-            mean += left
-            square += (2 * position + 1) * left
-        deviation = (accepted - mean) / sqrt(max(square - mean * mean, LEAST_VARIANCE))
-        self.above = max(0.0, self.above + deviation - OWN_SLACK)
-        self.below = max(0.0, self.below - deviation - OWN_SLACK)
-        if max(self.above, self.below) < OWN_ALARM:
+    def detects(self, deviation: float) -> bool:
+        """Whether deviations to one side add up to a change; starts anew after one."""
+        self.above = max(0.0, self.above + deviation - self.slack)
+        self.below = max(0.0, self.below - deviation - self.slack)
+        if max(self.above, self.below) < self.threshold:
             return False
         self.above = self.below = 0.0
         return True
 
 
-class Acceptance:
-    """Survival of draft positions per request: the chance that drafts 1..j all stand."""
+@dataclass(slots=True)
+class _RequestState:
+    """A request's counts, and the survival function last computed from them."""
 
-    def __init__(self, most: int, prior: AcceptanceCurve | None = None) -> None:
-        if most < 1:
-            raise ValueError(f"acceptance estimate: found {most} draft positions, wanted 1 or more")
-        self._most = most
-        self._traffic = Counts.none(most)
-        for position, odds in enumerate(_odds_of(prior, most)):
-            self._traffic.stood[position] = PRIOR_WEIGHT * odds
-            self._traffic.looked[position] = PRIOR_WEIGHT
-        self._own: dict[str, _Own] = {}
-        self._above = self._below = 0.0
-        self._version = self._since_derived = 0
-        self._odds: list[float] = []
-        self._unseen: tuple[float, ...] = ()
-        self._derive()
+    counts: DecayedCounts
+    survival: tuple[float, ...] = ()
+    version: int = -1  # of the global estimate that `survival` is based on
+    change: Cusum = field(default_factory=lambda: Cusum(REQUEST_SLACK, REQUEST_THRESHOLD))
+
+    def detects_change(self, verified: int, accepted: int) -> bool:
+        """The number of accepted drafts N has E[N] = Σ S_j and E[N²] = Σ (2j - 1) S_j."""
+        mean, mean_square = 0.0, 0.0
+        for position, survival in enumerate(self.survival[:verified]):
+            mean += survival
+            mean_square += (2 * position + 1) * survival
+        variance = max(mean_square - mean * mean, MIN_VARIANCE)
+        return self.change.detects((accepted - mean) / sqrt(variance))
+
+
+class AcceptanceModel:
+    """Survival functions of the drafts of each request."""
+
+    def __init__(self, max_drafts: int, prior: AcceptanceCurve | None = None) -> None:
+        if max_drafts < 1:
+            raise ValueError(f"max_drafts is {max_drafts}, expected 1 or more")
+        self._max_drafts = max_drafts
+        self._counts = DecayedCounts.zeros(max_drafts)
+        if prior is not None:
+            for position, probability in enumerate(prior.probabilities(max_drafts)):
+                self._counts.accepted[position] = PRIOR_TRIALS * probability
+                self._counts.trials[position] = PRIOR_TRIALS
+        self._requests: dict[str, _RequestState] = {}
+        self._change = Cusum(GLOBAL_SLACK, GLOBAL_THRESHOLD)
+        self._version = self._steps_since_update = 0
+        self._probabilities: list[float] = []
+        self._global_survival: tuple[float, ...] = ()
+        self._update_global()
 
     @property
-    def traffic_odds(self) -> Sequence[float]:
-        """Odds by position over all requests."""
-        return self._odds
+    def global_probabilities(self) -> Sequence[float]:
+        """p_j over all requests."""
+        return self._probabilities
 
-    def looks(self, request: str) -> float:
-        """How often a request's first draft was verified, old looks counting less."""
-        own = self._own.get(request)
-        return own.counts.looked[0] / own.counts.weight if own is not None else 0.0
+    def trials(self, request_id: str) -> float:
+        """Decayed number of times that a request's first draft was verified."""
+        state = self._requests.get(request_id)
+        return state.counts.trials[0] / state.counts.weight if state is not None else 0.0
 
-    def survival(self, request: str) -> tuple[float, ...]:
-        own = self._own.get(request)
-        if own is None:
-            return self._unseen
-        if own.version != self._version:
-            counts = own.counts
-            leaned = counts.weight * TRAFFIC_WEIGHT
-            better, left, survival = 0.0, 1.0, []
-            for stood, looked, odds in zip(counts.stood, counts.looked, self._odds, strict=True):
-                # As much better or worse than all traffic as at the position before.
-                expected = min(max(odds + better, 0.0), 1.0)
-                mine = (stood + leaned * expected) / (looked + leaned)
-                better = mine - odds
-                left *= mine
-                survival.append(left)
-            own.survival, own.version = tuple(survival), self._version
-        return own.survival
+    def survival(self, request_id: str) -> tuple[float, ...]:
+        """[j]: probability that drafts 1 to j + 1 of a request are all accepted."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return self._global_survival
+        if state.version != self._version:
+            counts = state.counts
+            shrinkage = counts.weight * GLOBAL_SHRINKAGE
+            shift, product, survival = 0.0, 1.0, []
+            for accepted, trials, probability in zip(
+                counts.accepted, counts.trials, self._probabilities, strict=True
+            ):
+                expected = min(max(probability + shift, 0.0), 1.0)
+                estimate = (accepted + shrinkage * expected) / (trials + shrinkage)
+                shift = estimate - probability
+                product *= estimate
+                survival.append(product)
+            state.survival, state.version = tuple(survival), self._version
+        return state.survival
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """One step of the whole batch."""
-        step = Counts.none(self._most)
-        self._since_derived += 1
+        step = DecayedCounts.zeros(self._max_drafts)
+        self._steps_since_update += 1
         for outcome in outcomes:
-            own = self._own.get(outcome.request)
+            state = self._requests.get(outcome.request_id)
             verified, accepted = outcome.verified, outcome.accepted
             if verified:
                 step.add(verified, accepted)
-                if own is None:
-                    own = self._own[outcome.request] = _Own(Counts.none(self._most))
-                elif own.survival and own.is_surprised_by(verified, accepted):
-                    own.counts.age(1 / OWN_AFTER_CHANGE)
-                own.counts.age(_REQUEST_GROWTH)
-                own.counts.add(verified, accepted)
-            elif own is not None:
-                own.counts.age(_IDLE_GROWTH)
-        if step.looked[0]:
-            if self._is_surprised_by(step):
-                self.doubt()
-            self._traffic.age(_TRAFFIC_GROWTH)
-            self._traffic.join(step)
-            # One step in a large batch says little of each request; deriving all takes time.
-            if self._since_derived > len(outcomes) // DERIVE_REQUESTS:
-                self._derive()
+                if state is None:
+                    counts = DecayedCounts.zeros(self._max_drafts)
+                    state = self._requests[outcome.request_id] = _RequestState(counts)
+                elif state.survival and state.detects_change(verified, accepted):
+                    state.counts.decay(1 / REQUEST_FACTOR_AFTER_CHANGE)
+                state.counts.decay(_REQUEST_GROWTH)
+                state.counts.add(verified, accepted)
+            elif state is not None:
+                state.counts.decay(_IDLE_GROWTH)
+        if step.trials[0]:
+            if self._detects_change(step):
+                self.discount_history()
+            self._counts.decay(_GLOBAL_GROWTH)
+            self._counts.merge(step)
+            # In a large batch one step changes each estimate little, and updating all takes time.
+            if self._steps_since_update > len(outcomes) // REQUESTS_PER_UPDATE_STEP:
+                self._update_global()
 
-    def _is_surprised_by(self, step: Counts) -> bool:
-        """Whether steps have deviated to one side for too long to be chance."""
-        off, variance = 0.0, 0.05
-        for odds, stood, looked in zip(self._odds, step.stood, step.looked, strict=True):
-            off += stood - looked * odds
-            variance += looked * odds * (1 - odds)
-        deviation = off / sqrt(variance)
-        self._above = max(0.0, self._above + deviation - CHANGE_SLACK)
-        self._below = max(0.0, self._below - deviation - CHANGE_SLACK)
-        if max(self._above, self._below) < CHANGE_ALARM:
-            return False
-        self._above = self._below = 0.0
-        return True
+    def discount_history(self) -> None:
+        """Traffic has changed: let what was learnt before count for little."""
+        self._counts.cap_trials(MAX_TRIALS_AFTER_CHANGE)
+        for state in self._requests.values():
+            state.counts.decay(1 / REQUEST_FACTOR_AFTER_CHANGE)
+        self._update_global()
 
-    def doubt(self) -> None:
-        """Something has changed: what was believed of all requests counts for little now."""
-        self._traffic.shrink(BELIEVED_LOOKS)
-        for own in self._own.values():
-            own.counts.age(1 / OWN_AFTER_CHANGE)
-        self._derive()
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
 
-    def forget(self, request: str) -> None:
-        self._own.pop(request, None)
+    def _detects_change(self, step: DecayedCounts) -> bool:
+        deviation, variance = 0.0, 0.05
+        for probability, accepted, trials in zip(
+            self._probabilities, step.accepted, step.trials, strict=True
+        ):
+            deviation += accepted - trials * probability
+            variance += trials * probability * (1 - probability)
+        return self._change.detects(deviation / sqrt(variance))
 
-    def _derive(self) -> None:
+    def _update_global(self) -> None:
         self._version += 1
-        self._since_derived = 0
-        before, self._odds = UNSEEN_ODDS, []
-        leaned = NEIGHBOUR_WEIGHT * self._traffic.weight
-        for stood, looked in zip(self._traffic.stood, self._traffic.looked, strict=True):
-            before = (stood + leaned * before) / (looked + leaned)
-            self._odds.append(before)
-        self._unseen = tuple(accumulate(self._odds, mul))
-
-
-def _odds_of(curve: AcceptanceCurve | None, most: int) -> list[float]:
-    """Odds by position from a curve of tokens; positions it does not know are like its last."""
-    if curve is None:
-        return []
-    survival = [curve.tokens[k] - curve.tokens[k - 1] for k in range(1, curve.most + 1)]
-    odds, before = [], 1.0
-    for left in survival[:most]:
-        odds.append(min(max(left / before, 0.0), 1.0) if before > 0 else 0.0)
-        before = left
-    return odds + odds[-1:] * (most - len(odds))
-
-
-_TRAFFIC_GROWTH = 2 ** (1 / TRAFFIC_HALF_LIFE)
-_REQUEST_GROWTH = 2 ** (1 / REQUEST_HALF_LIFE)
-_IDLE_GROWTH = 2 ** (1 / IDLE_HALF_LIFE)
+        self._steps_since_update = 0
+        estimate, self._probabilities = FIRST_PROBABILITY, []
+        shrinkage = POSITION_SHRINKAGE * self._counts.weight
+        for accepted, trials in zip(self._counts.accepted, self._counts.trials, strict=True):
+            estimate = (accepted + shrinkage * estimate) / (trials + shrinkage)
+            self._probabilities.append(estimate)
+        self._global_survival = tuple(accumulate(self._probabilities, mul))

@@ -1,9 +1,16 @@
-"""When to try drafts although they do not pay, and when to pause although they do.
+"""The live draft-length policy: how many drafts to verify and to draft, decided at every step.
 
-While drafts are off nothing is learnt of them, so a probe drafts and verifies a little every now
-and then. Probes may take a fixed share of the time, and half of it once many in a row have failed;
-they never come later than `NOTICE_STEPS` after the last. A promising one is followed by another at
-once, until what is believed has changed or the promise is gone.
+`Policy.decide` is called before a step and `Policy.observe` after it. Each decision maximises the
+expected tokens per second:
+
+1. `acceptance_model` estimates the survival function of each request's drafts, `cost_model` the
+   seconds of a step.
+2. K, the number of tokens drafted for each request, is the one with the highest throughput
+   (`throughput`). With hysteresis: another K must be at least 1% better, and drafting that is off
+   (K = 0) must be 2% better than no drafting before it is switched on.
+3. Of the drafts at hand, those are verified whose survival probability pays for their time.
+   Drafts from prompt lookup replace those of the drafter where more of them should be accepted.
+4. If no K beats K = 0, only a rare probe is drafted (`exploration`).
 """
 
 from __future__ import annotations
@@ -11,335 +18,231 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leadout.control.acceptance_model import Acceptance, AcceptanceCurve, Outcome
-from leadout.control.cost_model import (
-    LearnedCosts,
-    Prices,
-    StepCosts,
+from leadout.control.acceptance_model import AcceptanceCurve, AcceptanceModel, DraftOutcome
+from leadout.control.cost_model import StepCostFilter, StepCosts, StepCostTable
+from leadout.control.exploration import CostExploration, Probe, ProbeScheduler, allocate_probe
+from leadout.control.throughput import (
     Survival,
-    least_worth,
-    rates,
-    verified,
+    drafts_to_verify,
+    min_worthwhile_survival,
+    throughput_by_k,
 )
 
-PROBE_SHARE = 0.02  # of the time
-PROBE_DRAFTING, PROBE_VERIFYING = 0.2, 0.08  # of a bare step, at most, beyond the least probe
-LEAST_PROBE = 2  # drafts of a request
-LEAST_INTERVAL = 8
-NOTICE_STEPS = 200
-PATIENCE_AFTER, PATIENCE = 20, 2  # failures in a row, and how many times rarer probes are then
-CAUTION = 2  # refusals added to what a row of probes has shown
-PAUSE_STEPS = 256  # between two steps that show what drafting costs
+MIN_GAIN_TO_SWITCH_ON = 1.02  # over K = 0
+MIN_GAIN_TO_CHANGE_K = 1.01  # over the present K
+REQUESTS_PER_PLAN_STEP = 16  # for each so many requests, a plan is used for one more step
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """How much is drafted for each request and verified in all, and what that costs."""
+class DecodingRequest:
+    """A request in the next step: its drafts at hand, and its max. drafts.
 
-    k: int
-    drafts: int
-    bare_steps: float
-
-    @classmethod
-    def affordable(cls, prices: Prices, most: int) -> Probe:
-        bare = prices.bare
-        k = min(LEAST_PROBE, most)
-        while k < most and prices.draft[k + 1] - prices.draft[0] <= PROBE_DRAFTING * bare:
-            k += 1
-        place = max(1, k // prices.stride)
-        while (
-            place + 1 < len(prices.verify)
-            and (place + 1) * prices.stride <= k * prices.batch
-            and prices.verify[place + 1] - prices.verify[0] <= PROBE_VERIFYING * bare
-        ):
-            place += 1
-        extra = prices.draft[k] - prices.draft[0] + prices.verify[place] - prices.verify[0]
-        return cls(k, max(k, place * prices.stride), extra / bare)
-
-
-class Prober:
-    """Places probes while drafts are off."""
-
-    def __init__(self) -> None:
-        self._since = 0
-        self._failures = 0
-        self._stood = self._looked = 0
-        self._at_once = False
-
-    def due(self, probe: Probe) -> bool:
-        """Called once for each step without drafts."""
-        self._since += 1
-        return self._at_once or self._since >= self.interval(probe)
-
-    def interval(self, probe: Probe) -> int:
-        wanted = probe.bare_steps / PROBE_SHARE
-        if self._failures >= PATIENCE_AFTER:
-            wanted *= PATIENCE
-        return int(min(max(wanted, LEAST_INTERVAL), NOTICE_STEPS))
-
-    def sent(self) -> None:
-        self._since = 0
-        self._at_once = False
-
-    def came_back(self, stood: int, looked: int, prices: Prices) -> bool:
-        """Whether a probe promises a gain: by what this row of probes alone has shown."""
-        self._stood += stood
-        self._looked += looked
-        odds = self._stood / (self._looked + CAUTION)
-        survival = [odds ** (k + 1) for k in range(len(prices.draft) - 1)]
-        batch = prices.batch
-        best = max(rates([survival] * batch, [len(survival)] * batch, prices))
-        self._at_once = best > batch / prices.bare
-        if self._at_once:
-            self._failures = 0
-        else:
-            self._failures += 1
-            self._stood = self._looked = 0
-        return self._at_once
-
-    def drafts_are_on(self) -> None:
-        self._since = self._stood = self._looked = 0
-        self._failures = 0
-        self._at_once = False
-
-
-class Survey:
-    """Steps taken only to learn their price: without a price list, and a rare pause with one."""
-
-    def __init__(self, is_needed: bool) -> None:
-        self._is_needed = is_needed
-        self._seen: dict[tuple[int, bool], int] = {}
-        self._since_bare = 0
-
-    def wanted(self, batch: int, most: int) -> int | None:
-        """The k of a step that should be measured now; None: no wish."""
-        if self._is_needed:
-            for full in (False, True):
-                if self._seen.get((batch.bit_length(), full), 0) < 2:
-                    return most if full else 0
-        return 0 if self._since_bare >= PAUSE_STEPS else None
-
-    def saw(self, batch: int, drafts: int, k: int) -> None:
-        # Without drafting or without drafts: either tells what the other part of a step costs.
-        self._since_bare = self._since_bare + 1 if drafts and k else 0
-        if not k and not drafts:
-            self._count(batch, False)
-        elif k and drafts:
-            self._count(batch, True)
-
-    def _count(self, batch: int, full: bool) -> None:
-        place = (batch.bit_length(), full)
-        self._seen[place] = self._seen.get(place, 0) + 1
-
-
-def spread_over(drafts: int, limits: Sequence[int], looks: Sequence[float]) -> list[int]:
-    """`drafts` in all, as whole as possible, to the requests that were looked at least."""
-    given = [0] * len(limits)
-    for place in sorted(range(len(limits)), key=looks.__getitem__):
-        given[place] = min(limits[place], drafts)
-        drafts -= given[place]
-    return given
-
-
-# How many drafts each request verifies, and how many are drafted for the next step.
-#
-# Asked before every step, told after it. By the odds of drafts (`estimate`) and the prices of steps
-# (`cost_model`) it takes the K at which the whole batch would get the most tokens per second,
-# and of
-# the drafts that are there those that are worth their time (`split`). Where no K beats a bare
-# engine,
-# nothing is drafted but a rare probe (`probing`).
-
-TURN_ON = 1.02  # gain over bare that ends a time without drafts
-CHANGE_K = 1.01  # gain over the present K that another must bring
-REPLAN_REQUESTS = 16  # more requests than this: a plan lasts a step for each so many
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A request in the next step: the drafts it has, and the most that it may have.
-
-    `copied`: drafts copied from its own text, which may take the place of the drafter's.
+    `lookup`: drafts from prompt lookup, which may replace the drafter's.
     """
 
-    request: str
+    request_id: str
     available: int
-    cap: int
-    copied: int = 0
+    limit: int
+    lookup: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`verify[i]` drafts of seat i now, copied ones where `copies[i]`; `draft` for the next step.
+    """What the next step does.
 
-    `gain`: tokens per second over a bare engine, by the estimate; None as long as no step's cost is
-    known.
+    It verifies `verify[i]` drafts of request i, those from prompt lookup where `use_lookup[i]`, and
+    drafts `draft` tokens for each request. `gain` is the estimated throughput relative to K = 0;
+    None as long as no step's cost is known.
     """
 
     verify: tuple[int, ...]
     draft: int
     is_probe: bool
     gain: float | None
-    copies: tuple[bool, ...]
+    use_lookup: tuple[bool, ...]
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What was found best for a batch; good for some steps, as odds change slowly."""
+    """The optimum for a batch, used for some steps as acceptance changes slowly."""
 
-    batch: int
-    allowed: int
+    batch_size: int
+    max_drafts: int
     rate: float  # tokens per second
-    least: float  # survival of a draft that is worth verifying
+    min_survival: float  # of drafts worth verifying
     gain: float
     steps_left: int
 
-    def lasts(self, batch: int, allowed: int) -> bool:
+    def use(self, batch_size: int, max_drafts: int) -> bool:
+        """Whether the plan holds for one more step."""
         self.steps_left -= 1
-        return self.steps_left >= 0 and (batch, allowed) == (self.batch, self.allowed)
+        is_same = (batch_size, max_drafts) == (self.batch_size, self.max_drafts)
+        return self.steps_left >= 0 and is_same
 
 
 class Policy:
-    """The live draft-length policy of one engine."""
+    """The draft-length policy of one engine."""
 
     def __init__(
-        self, most: int, costs: StepCosts | None = None, prior: AcceptanceCurve | None = None
+        self,
+        max_drafts: int,
+        costs: StepCosts | None = None,
+        prior: AcceptanceCurve | None = None,
     ) -> None:
-        self._most = most
-        self._acceptance = Acceptance(most, prior)
-        self._copying = Acceptance(most)
-        self._costs = LearnedCosts(most, costs)
-        self._survey = Survey(is_needed=costs is None)
-        self._prober = Prober()
-        self._k = most
-        self._probing: Probe | None = None  # drafts of a probe are on their way
-        self._off = False
+        """`costs` and `prior` are what `leadout tune` measured, if anything."""
+        self._max_drafts = max_drafts
+        self._acceptance = AcceptanceModel(max_drafts, prior)
+        self._lookup_acceptance = AcceptanceModel(max_drafts)
+        self._costs = StepCostFilter(max_drafts, costs)
+        self._cost_exploration = CostExploration(has_measured_costs=costs is not None)
+        self._probes = ProbeScheduler()
+        self._k = max_drafts
+        self._pending_probe: Probe | None = None  # drafted, not yet verified
+        self._is_off = False
         self._plan: _Plan | None = None
 
     @property
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> AcceptanceModel:
         return self._acceptance
 
     @property
-    def costs(self) -> LearnedCosts:
+    def costs(self) -> StepCostFilter:
         return self._costs
 
-    def decide(self, seats: Sequence[Seat]) -> Decision:
-        if not seats:  # others may be reading their prompts, and want drafts after it
+    def decide(self, requests: Sequence[DecodingRequest]) -> Decision:
+        if not requests:  # others may be in prefill, and need drafts after it
             return Decision((), self._k, False, None, ())
-        batch = len(seats)
-        caps = [min(seat.cap, self._most) for seat in seats]
-        limits = [min(seat.available, cap) for seat, cap in zip(seats, caps, strict=True)]
-        allowed = max(caps)
-        wish = self._survey.wanted(batch, self._most)
-        if not self._costs.known:
-            draft = min(wish or 0, allowed)
-            return Decision(tuple(limits), draft, False, None, (False,) * batch)
-        survivals: list[Survival] = [self._acceptance.survival(seat.request) for seat in seats]
-        prices = self._costs.prices(batch)
-        if self._plan is None or not self._plan.lasts(batch, allowed):
-            self._plan = self._new_plan(survivals, caps, limits, prices)
+        batch_size = len(requests)
+        limits = [min(request.limit, self._max_drafts) for request in requests]
+        available = [
+            min(request.available, limit) for request, limit in zip(requests, limits, strict=True)
+        ]
+        max_drafts = max(limits)
+        requested_k = self._cost_exploration.requested_k(batch_size, self._max_drafts)
+        if not self._costs.has_estimate:
+            draft = min(requested_k or 0, max_drafts)
+            return Decision(tuple(available), draft, False, None, (False,) * batch_size)
+        survivals: list[Survival] = [
+            self._acceptance.survival(request.request_id) for request in requests
+        ]
+        costs = self._costs.table(batch_size)
+        if self._plan is None or not self._plan.use(batch_size, max_drafts):
+            self._plan = self._optimise(survivals, limits, available, costs)
         plan = self._plan
-        copies = [False] * batch
-        if self._probing is not None and self._off and any(limits):
-            looks = [self._acceptance.looks(seat.request) for seat in seats]
-            verify = spread_over(self._probing.drafts, limits, looks)
-        elif wish:
-            verify = limits
+        use_lookup = [False] * batch_size
+        if self._pending_probe is not None and self._is_off and any(available):
+            trials = [self._acceptance.trials(request.request_id) for request in requests]
+            verify = allocate_probe(self._pending_probe.drafts, available, trials)
+        elif requested_k:
+            verify = available
         else:
-            copies = self._prefer_copies(seats, survivals, limits)
-            least = plan.least
-            if any(copies):  # the plan was made without them
-                least = least_worth(survivals, limits, prices, plan.rate)
-            verify = verified(survivals, limits, least)
-        draft, is_probe = (self._k if wish is None else min(wish, allowed)), False
-        if self._off and wish is None and allowed:
-            draft, is_probe = self._probe(prices, allowed)
-        return Decision(tuple(verify), draft, is_probe, plan.gain, tuple(copies))
+            use_lookup = self._prefer_lookup(requests, survivals, available)
+            min_survival = plan.min_survival
+            if any(use_lookup):  # the plan was made without them
+                min_survival = min_worthwhile_survival(survivals, available, costs, plan.rate)
+            verify = drafts_to_verify(survivals, available, min_survival)
+        draft, is_probe = (self._k if requested_k is None else min(requested_k, max_drafts)), False
+        if self._is_off and requested_k is None and max_drafts:
+            draft, is_probe = self._maybe_probe(costs, max_drafts)
+        return Decision(tuple(verify), draft, is_probe, plan.gain, tuple(use_lookup))
 
-    def observe(self, outcomes: Sequence[Outcome], k: int, seconds: float | None) -> None:
-        """A step: what came of its drafts, how many it drafted, how long it took if that is known.
+    def observe(self, outcomes: Sequence[DraftOutcome], k: int, seconds: float | None) -> None:
+        """Learn from a step that drafted k tokens for each request.
 
-        The time of a step that did other work, such as reading prompts, is not to be told.
+        `seconds` is None if the step did other work, such as prefill: its time says nothing about
+        decoding.
         """
-        batch = len(outcomes)
-        if not batch:
+        batch_size = len(outcomes)
+        if not batch_size:
             return
         drafts = sum([outcome.verified for outcome in outcomes])
-        self._survey.saw(batch, drafts, k)
-        copied = [outcome for outcome in outcomes if outcome.copied]
-        drafted = [outcome for outcome in outcomes if not outcome.copied] if copied else outcomes
-        if self._off and self._probing is not None and any(each.verified for each in drafted):
-            self._hear_probe(drafted, batch)
+        self._cost_exploration.record(batch_size, drafts, k)
+        lookup = [outcome for outcome in outcomes if outcome.from_lookup]
+        drafted = (
+            [outcome for outcome in outcomes if not outcome.from_lookup] if lookup else outcomes
+        )
+        has_probed = self._is_off and self._pending_probe is not None
+        if has_probed and any(outcome.verified for outcome in drafted):
+            self._observe_probe(drafted, batch_size)
         self._acceptance.observe(drafted)
-        if copied:
-            self._copying.observe(copied)
+        if lookup:
+            self._lookup_acceptance.observe(lookup)
         if seconds is not None:
-            self._costs.observe(batch, drafts, k, seconds)
+            self._costs.observe(batch_size, drafts, k, seconds)
 
-    def forget(self, request: str) -> None:
-        self._acceptance.forget(request)
-        self._copying.forget(request)
+    def forget(self, request_id: str) -> None:
+        """Drop what is known about a request that has ended."""
+        self._acceptance.forget(request_id)
+        self._lookup_acceptance.forget(request_id)
 
-    def _prefer_copies(
-        self, seats: Sequence[Seat], survivals: list[Survival], limits: list[int]
-    ) -> list[bool]:
-        """Put copied drafts in the place of the drafter's where more of them should stand."""
-        copies = [False] * len(seats)
-        for place, seat in enumerate(seats):
-            limit = min(seat.copied, seat.cap, self._most)
-            if not limit:
-                continue
-            survival = self._copying.survival(seat.request)
-            if sum(survival[:limit]) > sum(survivals[place][: limits[place]]):
-                survivals[place], limits[place], copies[place] = survival, limit, True
-        return copies
-
-    def _new_plan(
+    def _optimise(
         self,
         survivals: Sequence[Survival],
-        caps: Sequence[int],
         limits: Sequence[int],
-        prices: Prices,
+        available: Sequence[int],
+        costs: StepCostTable,
     ) -> _Plan:
-        by_k = rates(survivals, caps, prices)
-        self._choose(by_k, max(caps))
+        by_k = throughput_by_k(survivals, limits, costs)
+        self._choose_k(by_k, max(limits))
         rate = max(by_k[self._k], by_k[0])
-        most = self._k or max(limits)
-        usual = [min(cap, most) for cap in caps]
+        max_verified = self._k or max(available)
+        usual = [min(limit, max_verified) for limit in limits]
         return _Plan(
-            batch=len(caps),
-            allowed=max(caps),
+            batch_size=len(limits),
+            max_drafts=max(limits),
             rate=rate,
-            least=least_worth(survivals, usual, prices, rate),
+            min_survival=min_worthwhile_survival(survivals, usual, costs, rate),
             gain=rate / by_k[0],
-            steps_left=len(caps) // REPLAN_REQUESTS,
+            steps_left=len(limits) // REQUESTS_PER_PLAN_STEP,
         )
 
-    def _choose(self, by_k: Sequence[float], allowed: int) -> None:
-        """The K of the coming steps, changed only for a gain worth it."""
-        best = max(range(allowed + 1), key=by_k.__getitem__)
-        if by_k[best] <= by_k[0] or (self._off and by_k[best] < TURN_ON * by_k[0]):
-            self._off, self._k = True, 0
+    def _choose_k(self, by_k: Sequence[float], max_drafts: int) -> None:
+        """Take the K with the highest throughput, with hysteresis."""
+        best = max(range(max_drafts + 1), key=by_k.__getitem__)
+        if by_k[best] <= by_k[0] or (self._is_off and by_k[best] < MIN_GAIN_TO_SWITCH_ON * by_k[0]):
+            self._is_off, self._k = True, 0
             return
-        if self._off:
-            self._off, self._probing = False, None
-            self._prober.drafts_are_on()
-        stays = 0 < self._k <= allowed and by_k[best] < CHANGE_K * by_k[self._k]
-        if not (stays and by_k[self._k] > by_k[0]):
+        if self._is_off:
+            self._is_off, self._pending_probe = False, None
+            self._probes.reset()
+        is_near_best = (
+            0 < self._k <= max_drafts and by_k[best] < MIN_GAIN_TO_CHANGE_K * by_k[self._k]
+        )
+        if not (is_near_best and by_k[self._k] > by_k[0]):
             self._k = best
 
-    def _probe(self, prices: Prices, allowed: int) -> tuple[int, bool]:
-        probe = Probe.affordable(prices, allowed)
-        if self._prober.due(probe):
-            self._prober.sent()
-            self._probing = probe
+    def _prefer_lookup(
+        self,
+        requests: Sequence[DecodingRequest],
+        survivals: list[Survival],
+        available: list[int],
+    ) -> list[bool]:
+        """Replace the drafter's drafts by those from prompt lookup where more should be accepted.
+
+        Changes `survivals` and `available` in place.
+        """
+        use_lookup = [False] * len(requests)
+        for index, request in enumerate(requests):
+            count = min(request.lookup, request.limit, self._max_drafts)
+            if not count:
+                continue
+            survival = self._lookup_acceptance.survival(request.request_id)
+            if sum(survival[:count]) > sum(survivals[index][: available[index]]):
+                survivals[index], available[index], use_lookup[index] = survival, count, True
+        return use_lookup
+
+    def _maybe_probe(self, costs: StepCostTable, max_drafts: int) -> tuple[int, bool]:
+        probe = Probe.affordable(costs, max_drafts)
+        if self._probes.is_due(probe):
+            self._probes.probe_started()
+            self._pending_probe = probe
             return probe.k, True
         return 0, False
 
-    def _hear_probe(self, outcomes: Sequence[Outcome], batch: int) -> None:
-        stood = sum([outcome.accepted for outcome in outcomes])
-        refused = sum([outcome.accepted < outcome.verified for outcome in outcomes])
-        self._probing = None
-        if self._prober.came_back(stood, stood + refused, self._costs.prices(batch)):
-            self._acceptance.doubt()
+    def _observe_probe(self, outcomes: Sequence[DraftOutcome], batch_size: int) -> None:
+        accepted = sum([outcome.accepted for outcome in outcomes])
+        rejected = sum([outcome.accepted < outcome.verified for outcome in outcomes])
+        self._pending_probe = None
+        table = self._costs.table(batch_size)
+        if self._probes.probe_succeeded(accepted, accepted + rejected, table):
+            self._acceptance.discount_history()

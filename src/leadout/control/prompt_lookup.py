@@ -1,46 +1,45 @@
-"""Drafts copied from the request's own text: what followed when its last words came before.
+"""Prompt lookup: drafts from a request's own text, at no cost.
 
-Code that is edited, tables, quotes and names repeat themselves. Where the last few tokens of a text
-have occurred in it before, what followed then is a draft that costs nothing to make.
+Edited code, tables, quotes and names repeat themselves. Where the last few tokens of a text occur
+in it before, the tokens that followed then are a draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Measured on a small target (results/control/copying.json): after a match of 4 tokens, 3.6
-# of 7 copied ones stand; after one of just 3, about as many as a drafter brings, and after 2 fewer.
-LEAST_MATCH = 4
-# Tokens taken in at once, so that a long prompt does not hold up a step.
-CATCH_UP = 2048
+# Measured on a small target (results/control/copying.json): after a match of 4 tokens, 3.6 of 7
+# drafts are accepted; after one of just 3, about as many as of a drafter's, and after 2 fewer.
+MIN_MATCH = 4
+# Tokens indexed in one call, so that a long prompt does not delay a step.
+MAX_INDEXED_AT_ONCE = 2048
 
 
-class CopyIndex:
-    """Where in one request's text each run of tokens last ended; constant time per token."""
+class PromptLookup:
+    """The last position of each n-gram in one request's text; constant time per token."""
 
-    def __init__(self, least_match: int = LEAST_MATCH) -> None:
-        if least_match < 1:
-            raise ValueError(
-                f"copy drafts: found a match of {least_match} tokens, wanted 1 or more"
-            )
-        self._least = least_match
+    def __init__(self, min_match: int = MIN_MATCH) -> None:
+        """`min_match`: the n of the n-grams."""
+        if min_match < 1:
+            raise ValueError(f"min_match is {min_match}, expected 1 or more")
+        self._min_match = min_match
         self._ends: dict[tuple[int, ...], int] = {}
-        self._taken_in = 0
-        self._before: int | None = None  # where the present end of the text occurred before
+        self._indexed = 0
+        self._match: int | None = None  # where the last n-gram of the text ended before
 
-    def continuation(self, text: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that followed the end of `text` when it occurred before.
+    def propose(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
+        """Up to `max_drafts` tokens that followed the last n-gram of `tokens` before.
 
-        `text` only ever grows between calls. While a long prompt is still being taken in, there is
-        no continuation.
+        `tokens` only ever grows between calls. Empty without a match, and while a long prompt is
+        still being indexed.
         """
-        end = min(len(text), self._taken_in + CATCH_UP)
-        least, ends = self._least, self._ends
-        for place in range(max(self._taken_in + 1, least), end + 1):
-            key = tuple(text[place - least : place])
-            self._before = ends.get(key)
-            ends[key] = place
-        self._taken_in = max(self._taken_in, end)
-        if self._before is None or self._taken_in < len(text):
+        end = min(len(tokens), self._indexed + MAX_INDEXED_AT_ONCE)
+        n, ends = self._min_match, self._ends
+        for position in range(max(self._indexed + 1, n), end + 1):
+            ngram = tuple(tokens[position - n : position])
+            self._match = ends.get(ngram)
+            ends[ngram] = position
+        self._indexed = max(self._indexed, end)
+        if self._match is None or self._indexed < len(tokens):
             return []
-        return list(text[self._before : self._before + most])
+        return list(tokens[self._match : self._match + max_drafts])

@@ -1,13 +1,13 @@
-"""Does a drafter that was just swapped in keep what was promised of it?
+"""Whether a drafter that was just swapped in accepts as much as expected: a sequential test.
 
-The promise is an interval of its acceptance length, measured before it was served. What is held
-against it are whole answers that began after the swap, and the unit is the request: tokens within
-one answer are too much alike to count as independent.
+The expectation is the 95% confidence interval of the acceptance length, measured before the drafter
+was served. It is compared with whole answers that began after the swap. The unit is the request:
+steps within one answer are too much alike to count as independent.
 
-Looks at the running traffic are few, each after twice as many requests as the one before, however
-often the numbers are read. Even for a drafter at the very edge of what its promise allows, the
-chance to be called short at any of them is below 1%: `DEVIATIONS` is wider than the normal law
-asks, because of how skewed some dozens of requests can be.
+Checks are few, each after twice as many requests as the one before, however often the numbers are
+read. Even for a drafter at the very edge of what is tolerated, the probability of a false alarm at
+any of them is below 1%: `STANDARD_ERRORS` is larger than a normal distribution would require,
+because samples of some dozens of requests can be skewed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from math import sqrt
 
 from pydantic import BaseModel, ConfigDict
 
-DEVIATIONS = 4.0  # standard errors below what the promise allows
-LOOKS = 8
-FIRST_LOOK = 30  # requests
-MARGIN = 0.1  # what served traffic may stay below the promise without being called short
+STANDARD_ERRORS = 4.0
+MAX_CHECKS = 8
+FIRST_CHECK = 30  # requests
+TOLERANCE = 0.1  # share by which served traffic may stay below the expectation
 
 
 class Tally(BaseModel):
-    """Sums over requests, of each the target steps with drafts and the tokens that they gave."""
+    """Sums over requests, with the target steps with drafts and their tokens of each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class Tally(BaseModel):
         return self.tokens / self.steps if self.steps else None
 
     def standard_error(self) -> float:
-        """Of the acceptance length, a ratio of two sums over requests."""
+        """Of the acceptance length, a ratio of two sums over requests (delta method)."""
         if self.requests < 2 or not self.steps:
             return float("inf")
         ratio = self.tokens / self.steps
@@ -65,41 +65,44 @@ class Tally(BaseModel):
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Served traffic accepted significantly less than was promised."""
+    """Served traffic accepted significantly less than expected.
+
+    The field names are keys of the registry's ledger.
+    """
 
     acceptance_length: float
-    high: float  # the most that it can be, by the requests seen
-    least: float  # what the promise allows
+    high: float  # upper confidence bound
+    least: float  # what is tolerated
     requests: int
 
     def __str__(self) -> str:
         return (
-            f"found acceptance length {self.acceptance_length:.2f} (at most {self.high:.2f}) over "
-            f"{self.requests} requests, wanted {self.least:.2f} by its promise"
+            f"acceptance length {self.acceptance_length:.2f} (at most {self.high:.2f}) over "
+            f"{self.requests} requests, expected at least {self.least:.2f}"
         )
 
 
-class PromiseWatch:
-    """Looks at the tally of requests since a swap; says once if it falls short."""
+class ShortfallTest:
+    """Compares the tally of requests since a swap with the expectation; reports at most once."""
 
-    def __init__(self, promised_low: float) -> None:
-        """`promised_low` is the lower end of the promised interval."""
-        # A target step gives one token in any case.
-        self.least = max(promised_low * (1 - MARGIN), 1.0)
-        self._looks = 0
+    def __init__(self, expected_low: float) -> None:
+        """`expected_low` is the lower end of the expected interval of the acceptance length."""
+        # Every target step yields one token, whatever the drafter does.
+        self.least = max(expected_low * (1 - TOLERANCE), 1.0)
+        self._checks = 0
 
     @property
-    def is_over(self) -> bool:
-        return self._looks >= LOOKS
+    def is_finished(self) -> bool:
+        return self._checks >= MAX_CHECKS
 
-    def look(self, tally: Tally) -> Shortfall | None:
-        """Only as many looks count as the requests allow; others see nothing."""
-        due = (tally.requests // FIRST_LOOK).bit_length()  # 30, 60, 120, ... requests
-        if self.is_over or due <= self._looks:
+    def check(self, tally: Tally) -> Shortfall | None:
+        """Does nothing until the requests of the next check are complete."""
+        due = (tally.requests // FIRST_CHECK).bit_length()  # 30, 60, 120, ... requests
+        if self.is_finished or due <= self._checks:
             return None
-        self._looks = due
-        found = tally.acceptance_length
-        if found is None:
+        self._checks = due
+        length = tally.acceptance_length
+        if length is None:
             return None
-        high = found + DEVIATIONS * tally.standard_error()
-        return Shortfall(found, high, self.least, tally.requests) if high < self.least else None
+        high = length + STANDARD_ERRORS * tally.standard_error()
+        return Shortfall(length, high, self.least, tally.requests) if high < self.least else None

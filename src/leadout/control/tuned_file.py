@@ -1,8 +1,11 @@
-"""Tokens per second with and without drafts, and the limits of any drafter."""
+"""The file that `leadout tune` writes: measured costs and acceptance of a pair, and its best K.
+
+Also what it is made of: the speed-ups that costs and acceptance predict (`gain`), and the choice of
+a K for each batch size from measured speed-ups (`choose_table`).
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,22 +15,23 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leadout.control.acceptance_model import AcceptanceCurve
-from leadout.control.cost_model import Line, StepCosts
+from leadout.control.cost_model import PiecewiseLinear, StepCosts
 from leadout.errors import LeadoutError
+from leadout.files import FileError, read_text, write_text
 from leadout.provenance import Provenance
 from leadout.stats import Interval
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Decoding at one batch size and K; speed-ups are over a bare engine."""
+    """Predicted decoding speed at one batch size and K; speed-ups are over a bare engine."""
 
     batch: int
     k: int
     tokens_per_second: float
     speedup: float
-    perfect: float  # every draft stands, drafting costs what it costs
-    free: float  # drafts stand as they do, drafting costs nothing
+    perfect: float  # if every draft were accepted, at the present cost of drafting
+    free: float  # if drafting cost nothing, at the present acceptance
 
 
 def gain(costs: StepCosts, curve: AcceptanceCurve, batch: int, k: int) -> Gain:
@@ -43,22 +47,15 @@ def gain(costs: StepCosts, curve: AcceptanceCurve, batch: int, k: int) -> Gain:
     )
 
 
-# How many tokens to draft at each batch size, from measured speed-ups over a bare engine.
-#
-# A server with a drafter pays for it also where it drafts nothing: the drafter's context is kept
-# up.
-# So there are two questions. Is there a batch size at which drafting surely gains? If not, the best
-# server is a bare one. If so, the others get what loses least in a server that has the drafter.
-
 NEARLY_EQUAL = 0.01  # of the speed-up: what repeated measurements differ by anyway
 
-Speedups = Mapping[int, Mapping[int, Interval]]  # by batch size and K; K = 0 is the keeping up
+Speedups = Mapping[int, Mapping[int, Interval]]  # by batch size and K; K = 0: context only
 Range = tuple[int, int, int]  # first and last batch size, K
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a server does at one batch size, and its speed over that of a bare server."""
+    """The K of a server at one batch size, and its speed relative to a bare server."""
 
     batch: int
     k: int
@@ -66,23 +63,23 @@ class Choice:
 
     @property
     def gains(self) -> bool:
-        """Whether drafting surely pays: the whole interval lies above 1."""
+        """Whether drafting is significantly faster: the whole interval lies above 1."""
         return self.k > 0 and self.speedup.low > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     choices: tuple[Choice, ...]  # of batch sizes 1, 2, ...
-    break_even: float | None  # batch size at which the best K no longer gains; None: not within
+    break_even: float | None  # batch size at which the best K stops gaining; None: not measured
 
     @property
     def is_bare(self) -> bool:
-        """Nothing is ever drafted, so the drafter should not be there."""
+        """Nothing is ever drafted, so the server should run without the drafter."""
         return all(choice.k == 0 for choice in self.choices)
 
     @property
     def loses_above(self) -> int | None:
-        """The last batch size that surely gains; None if it is the last one measured."""
+        """The largest batch size with a significant gain; None if it is the last one measured."""
         gaining = [choice.batch for choice in self.choices if choice.gains]
         last = max(gaining, default=0)
         return None if last == len(self.choices) else last
@@ -96,9 +93,14 @@ class Table:
 
 
 def choose_table(measured: Speedups, max_batch: int) -> Table:
-    """The best table for batch sizes 1 to `max_batch`, which was measured or lies between."""
+    """The best K for batch sizes 1 to `max_batch`, interpolated between measured ones.
+
+    A server with a drafter pays for it even at K = 0, as the drafter's context is kept up to date.
+    So if no batch size gains significantly, the best server is a bare one; otherwise the batch
+    sizes that do not gain get the K that loses least on a server with the drafter.
+    """
     speedups = speedups_at(measured, max_batch)
-    gaining = {batch: _surely_gaining(by_k) for batch, by_k in speedups.items()}
+    gaining = {batch: _fastest_gaining(by_k) for batch, by_k in speedups.items()}
     if not any(gaining.values()):
         nothing = Interval(value=1.0, low=1.0, high=1.0)
         choices = [Choice(batch, 0, nothing) for batch in speedups]
@@ -106,42 +108,39 @@ def choose_table(measured: Speedups, max_batch: int) -> Table:
         choices = [
             Choice(batch, k, by_k[k])
             for batch, by_k in speedups.items()
-            for k in (gaining[batch] or _least_losing(by_k),)
+            for k in (gaining[batch] or _smallest_loss(by_k),)
         ]
     return Table(tuple(choices), _break_even(speedups))
 
 
 def speedups_at(measured: Speedups, max_batch: int) -> dict[int, dict[int, Interval]]:
-    """At every batch size from 1 on."""
-    return {batch: _between(measured, batch) for batch in range(1, max_batch + 1)}
+    """For every batch size from 1 on."""
+    return {batch: _interpolate(measured, batch) for batch in range(1, max_batch + 1)}
 
 
-def _between(measured: Speedups, batch: int) -> dict[int, Interval]:
-    """Straight between the measured batch sizes."""
-    drafted = sorted(set.intersection(*(set(by_k) for by_k in measured.values())))
+def _interpolate(measured: Speedups, batch: int) -> dict[int, Interval]:
+    """Linear between the measured batch sizes, for each K that all of them have."""
+    common = sorted(set.intersection(*(set(by_k) for by_k in measured.values())))
 
     def at(k: int, edge: str) -> float:
-        return Line.through({size: getattr(by_k[k], edge) for size, by_k in measured.items()})(
-            batch
-        )
+        points = {size: getattr(by_k[k], edge) for size, by_k in measured.items()}
+        return PiecewiseLinear.through(points)(batch)
 
-    return {
-        k: Interval(value=at(k, "value"), low=at(k, "low"), high=at(k, "high")) for k in drafted
-    }
+    return {k: Interval(value=at(k, "value"), low=at(k, "low"), high=at(k, "high")) for k in common}
 
 
-def _surely_gaining(speedups: Mapping[int, Interval]) -> int:
-    """The best K whose gain is more than noise, the smallest of nearly equal ones; 0 for none."""
-    return _best({k: s for k, s in speedups.items() if k > 0 and s.low > 1})
+def _fastest_gaining(speedups: Mapping[int, Interval]) -> int:
+    """The best K with a significant gain; 0 for none."""
+    return _smallest_near_best({k: s for k, s in speedups.items() if k > 0 and s.low > 1})
 
 
-def _least_losing(speedups: Mapping[int, Interval]) -> int:
-    """Draft nothing, unless some K is surely faster than keeping up the drafter for nothing."""
+def _smallest_loss(speedups: Mapping[int, Interval]) -> int:
+    """0, unless some K is significantly faster than keeping up the context for nothing."""
     idle = speedups[0].value
-    return _best({k: s for k, s in speedups.items() if k > 0 and s.low > idle})
+    return _smallest_near_best({k: s for k, s in speedups.items() if k > 0 and s.low > idle})
 
 
-def _best(candidates: Mapping[int, Interval]) -> int:
+def _smallest_near_best(candidates: Mapping[int, Interval]) -> int:
     if not candidates:
         return 0
     best = max(speedup.value for speedup in candidates.values())
@@ -149,7 +148,7 @@ def _best(candidates: Mapping[int, Interval]) -> int:
 
 
 def _break_even(speedups: Speedups) -> float | None:
-    """Where the best speed-up falls through 1, for the last time."""
+    """Where the best speed-up falls below 1 for the last time."""
     best = {
         batch: max(speedup.value for k, speedup in by_k.items() if k > 0)
         for batch, by_k in speedups.items()
@@ -161,13 +160,11 @@ def _break_even(speedups: Speedups) -> float | None:
     return None
 
 
-# The file that `leadout tune` writes: what was measured of a pair on a machine, and the table.
-
 CostCurves = dict[int, dict[int, Interval]]  # by batch size, then by drafts of one request
 
 
 class TunedFileError(LeadoutError):
-    """A file that is not, or no longer, one of `leadout tune`."""
+    """A file that `leadout tune` of this version did not write."""
 
 
 class _Part(BaseModel):
@@ -180,7 +177,7 @@ class Model(_Part):
 
 
 class Acceptance(_Part):
-    """Tokens that a request gains in a step, by K, and the share of drafts that stand."""
+    """Tokens of a request in a step, by K, and the share of steps that accept each position."""
 
     tokens: dict[int, Interval]
     by_position: list[Interval]  # with the largest K
@@ -189,7 +186,7 @@ class Acceptance(_Part):
 
 
 class PrefillLaw(_Part):
-    """Seconds of a step that reads prompts: `base + per_token * tokens`."""
+    """Seconds of a prefill step: `base + per_token * tokens`."""
 
     base: float
     per_token: float
@@ -199,6 +196,8 @@ class PrefillLaw(_Part):
 
 
 class Tuned(_Part):
+    """The content of the file."""
+
     format: Literal[1] = 1
     provenance: Provenance
     target: Model
@@ -207,7 +206,7 @@ class Tuned(_Part):
     block_size: int = Field(ge=2)
     runner: Literal["V1", "V2"]
     max_batch: int = Field(ge=1)
-    # Seconds; verify[batch][0] is a bare step, draft[batch][0] keeping up the drafter's context.
+    # Seconds; verify[batch][0] is a bare step, draft[batch][0] keeps up the drafter's context.
     verify: CostCurves
     draft: CostCurves
     acceptance: Acceptance
@@ -219,24 +218,24 @@ class Tuned(_Part):
     loses_above: int | None
 
     @model_validator(mode="after")
-    def _table_is_whole(self) -> Self:
+    def _table_covers_all_batch_sizes(self) -> Self:
         expected = 1
         for first, last, k in self.table:
             if first != expected or last < first or not 0 <= k < self.block_size:
                 raise ValueError(
-                    f"table: found the row {[first, last, k]}, wanted one that begins at batch "
-                    f"size {expected} with 0 <= K < {self.block_size}"
+                    f"table row {[first, last, k]} should begin at batch size {expected} and have "
+                    f"0 <= K < {self.block_size}"
                 )
             expected = last + 1
         if expected != self.max_batch + 1:
             raise ValueError(
-                f"table: found rows up to batch size {expected - 1}, wanted up to {self.max_batch}"
+                f"the table ends at batch size {expected - 1}, expected {self.max_batch}"
             )
         return self
 
     @property
-    def most_drafts(self) -> int:
-        """The largest K of the table; 0 says to serve without the drafter."""
+    def max_drafts(self) -> int:
+        """The largest K of the table; 0 means to serve without the drafter."""
         return max(k for _, _, k in self.table)
 
     def k_at(self, batch: int) -> int:
@@ -246,43 +245,33 @@ class Tuned(_Part):
         return StepCosts(verify=_values(self.verify), draft=_values(self.draft))
 
     def curve(self) -> AcceptanceCurve:
-        """Straight between the measured K."""
-        line = Line.through({k: found.value for k, found in self.acceptance.tokens.items()})
+        """Linear between the measured K."""
+        line = PiecewiseLinear.through({k: s.value for k, s in self.acceptance.tokens.items()})
         return AcceptanceCurve(tuple(line(k) for k in range(max(self.acceptance.tokens) + 1)))
 
 
 def _values(curves: CostCurves) -> dict[int, dict[int, float]]:
     return {
-        batch: {place: found.value for place, found in curve.items()}
-        for batch, curve in curves.items()
+        batch: {x: found.value for x, found in curve.items()} for batch, curve in curves.items()
     }
 
 
 def write_tuned(tuned: Tuned, path: Path) -> None:
-    """Aside, then renamed: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(tuned.model_dump_json(indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, tuned.model_dump_json(indent=2) + "\n")
 
 
 def read_tuned(path: Path) -> Tuned:
     try:
-        return Tuned.model_validate_json(path.read_bytes())
-    except OSError as problem:
+        return Tuned.model_validate_json(read_text(path))
+    except FileError as problem:
         raise TunedFileError(
-            f"{path}: found {problem.strerror}, wanted a file that `leadout tune` wrote; check the "
-            "path"
+            f"{problem} Expected a file written by `leadout tune`; check the path."
         ) from None
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        key = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
         raise TunedFileError(
-            f"{path}: {field}: {first['msg']}; wanted a file as `leadout tune` of this version "
-            "writes it; tune again"
+            f"{path}{f': {key}' if key else ''}: {reason}. Expected a file written by "
+            "`leadout tune` of this version; tune again."
         ) from None

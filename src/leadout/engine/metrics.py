@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from leadout.engine.capture import CaptureCounters
-from leadout.engine.live import LiveNumbers, numbers_file, read_numbers
+from leadout.engine.live import LiveMetrics, live_metrics_file, read_live_metrics
 from leadout.engine.plugin import SWITCH
 from leadout.engine.settings import CAPTURE, sections_of
 from leadout.engine.small_files import read_small, small_file
@@ -174,7 +174,7 @@ def _number(environment: Mapping[str, str], name: str, default: float, least: fl
 # Live control's numbers as gauges, each over the last minute; absent without live control.
 
 LIVE_LABELS = ("model_name", "engine")  # vLLM's own
-GAUGES: dict[str, tuple[str, Callable[[LiveNumbers], float | None]]] = {
+GAUGES: dict[str, tuple[str, Callable[[LiveMetrics], float | None]]] = {
     "leadout:draft_length": (
         "Tokens drafted for each request in a step, averaged over steps.",
         lambda numbers: numbers.draft_length,
@@ -185,7 +185,7 @@ GAUGES: dict[str, tuple[str, Callable[[LiveNumbers], float | None]]] = {
     ),
     "leadout:copied_drafts": (
         "Share of the verified drafts that were copied from the request's own text.",
-        lambda numbers: numbers.copied_share,
+        lambda numbers: numbers.lookup_share,
     ),
     "leadout:probes": (
         "Times that drafts were tried although they did not pay.",
@@ -204,7 +204,7 @@ def live_families() -> list[GaugeMetricFamily]:
 
 def fill_live(gauges: Sequence[GaugeMetricFamily], labels: list[str], path: Path) -> None:
     """Add one engine's numbers, if it wrote any within the last minute."""
-    numbers = read_numbers(path)
+    numbers = read_live_metrics(path)
     if numbers is None:
         return
     for gauge, (_, value_of) in zip(gauges, GAUGES.values(), strict=True):
@@ -366,7 +366,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
                     rate.add_metric([*labels, str(position)], share)
             for engine in self._engines:
                 labels = [self._model_name, str(engine)]
-                fill_live(live, labels, numbers_file(self._instance, engine))
+                fill_live(live, labels, live_metrics_file(self._instance, engine))
                 fill_capture(captured, labels, small_file(CAPTURE, self._instance, engine))
         return [length, rate, *(family for family in (*live, *captured) if family.samples)]
 

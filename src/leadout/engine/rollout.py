@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.control.rollback import PromiseWatch, Tally
+from leadout.control.rollback import ShortfallTest, Tally
 from leadout.engine.capture_store import SOURCE
 from leadout.engine.hot_swap import SwapFailedError, Swapped, Swapper, SwapRefusedError
 from leadout.engine.small_files import read_small, small_file, write_small
@@ -186,7 +186,7 @@ class ServingDrafter:
         self._has_whole_blocks = has_whole_blocks
         self._since = time.time()
         self._counted_from = 0.0  # at the start all requests are new
-        self._watch: PromiseWatch | None = None
+        self._watch: ShortfallTest | None = None
         self._is_short = False
         self._change = asyncio.Lock()
 
@@ -231,10 +231,10 @@ class ServingDrafter:
     async def has_fallen_short(self) -> bool:
         """Whether new requests accept less than was promised; the version is then given up."""
         watch, version = self._watch, self.version
-        if watch is None or watch.is_over:
+        if watch is None or watch.is_finished:
             return False
         tally = await self._tally()
-        shortfall = watch.look(tally) if watch is self._watch else None
+        shortfall = watch.check(tally) if watch is self._watch else None
         if shortfall is None:
             return False
         self._watch, self._is_short = None, True
@@ -252,7 +252,7 @@ class ServingDrafter:
         if self._is_short:
             watch = "short"
         elif self._watch is not None:
-            watch = "kept" if self._watch.is_over else "watching"
+            watch = "kept" if self._watch.is_finished else "watching"
         return DrafterReport(
             version=self.version,
             fingerprint=self._manifest.fingerprint,
@@ -285,13 +285,13 @@ class ServingDrafter:
             raise SwapRefusedError(f"version {version} is marked: {mark.reason}")
         return self._registry.manifest(version)
 
-    def _watch_over(self, new: Manifest, old: Manifest) -> PromiseWatch | None:
+    def _watch_over(self, new: Manifest, old: Manifest) -> ShortfallTest | None:
         # The way back is not watched: what was promised of an old version was for older traffic,
         # and one step back must not become a fall.
         promise = new.promises.get(SOURCE)
         if promise is None or new.version < old.version or not self._has_whole_blocks:
             return None
-        return PromiseWatch(promise.low)
+        return ShortfallTest(promise.low)
 
     async def _tally(self) -> Tally:
         numbers = await asyncio.to_thread(read_small, self._numbers, ServedNumbers)

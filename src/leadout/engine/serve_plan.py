@@ -282,7 +282,7 @@ def _drafter_of(tuned: Tuned, notes: list[str]) -> str | None:
     if Path(tuned.drafter.name).is_dir():
         notes.append(f"drafter {tuned.drafter.name}: named by --tuned")
         return tuned.drafter.name
-    if tuned.most_drafts == 0:
+    if tuned.max_drafts == 0:
         notes.append(NOTHING_TO_DRAFT)
         return None
     raise ModelNotFoundError(

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from leadout.control.prompt_lookup import LEAST_MATCH
+from leadout.control.prompt_lookup import MIN_MATCH
 from leadout.errors import LeadoutError
 from leadout.registry import VERSIONS, Registry
 
@@ -44,7 +44,7 @@ class LiveSettings(Section):
     tuned: Path | None = None  # file of `leadout tune`, to start from its measurements
     # Prompt lookup: how many tokens at the end of a request must have occurred earlier in it, for
     # the tokens that followed there to become the draft. 0 switches prompt lookup off.
-    prompt_lookup_min_match: int = Field(default=LEAST_MATCH, ge=0)
+    prompt_lookup_min_match: int = Field(default=MIN_MATCH, ge=0)
 
 
 class CaptureSettings(Section):

@@ -47,7 +47,7 @@ def rows(tuned: Tuned) -> list[Row]:
                 batch=batch,
                 bare_seconds=tuned.verify[batch][0],
                 k=k,
-                speedup=by_k[k] if tuned.most_drafts else served_bare,
+                speedup=by_k[k] if tuned.max_drafts else served_bare,
                 gain=gain(costs, curve, batch, best),
                 best_speedup=by_k[best],
             )
@@ -57,7 +57,7 @@ def rows(tuned: Tuned) -> list[Row]:
 
 def verdict(tuned: Tuned) -> str:
     """One sentence: how many tokens to draft at which load, and where speculation stops paying."""
-    if tuned.most_drafts == 0:
+    if tuned.max_drafts == 0:
         return NO_GAIN
     parts = []
     for number, (_, last, k) in enumerate(tuned.table):
@@ -75,7 +75,7 @@ def verdict(tuned: Tuned) -> str:
 
 def overhead_warning(tuned: Tuned) -> str | None:
     """What the drafter costs where it gains nothing; None if it costs nothing anywhere."""
-    if tuned.most_drafts == 0 or tuned.loses_above is None:
+    if tuned.max_drafts == 0 or tuned.loses_above is None:
         return None
     worst = min(_choices(tuned), key=lambda choice: choice.speedup.value)
     if worst.speedup.value > 1 - NEARLY_EQUAL:
@@ -90,7 +90,7 @@ def overhead_warning(tuned: Tuned) -> str | None:
 
 def next_command(tuned: Tuned, path: Path) -> str:
     words = ["leadout", "serve", tuned.target.name]
-    if tuned.most_drafts:
+    if tuned.max_drafts:
         words += ["--draft", tuned.drafter.name, "--tuned", str(path)]
     return shlex.join(words)
 
@@ -154,7 +154,7 @@ def page(tuned: Tuned, file: Path) -> str:
             heading=f"{last_part(tuned.drafter.name)} for {last_part(tuned.target.name)}",
             facts=[made.date, made.machine, tuned.dtype],
             verdict=html.Verdict(
-                "good" if tuned.most_drafts else "warning",
+                "good" if tuned.max_drafts else "warning",
                 [verdict(tuned), *([] if warning is None else [warning])],
             ),
             sections=[
@@ -177,9 +177,7 @@ def _throughput(tuned: Tuned, batch: int) -> charts.Chart:
     chosen = tuned.k_at(batch)
     bare = batch / tuned.verify[batch][0].value
     drafting = [
-        _point(
-            f"{k} {CHOSEN}" if k == chosen and tuned.most_drafts else str(k), speedup.times(bare)
-        )
+        _point(f"{k} {CHOSEN}" if k == chosen and tuned.max_drafts else str(k), speedup.times(bare))
         for k, speedup in tuned.speedup[batch].items()
     ]
     return charts.lines(
@@ -203,7 +201,7 @@ def _point(label: str, interval: Interval) -> charts.Point:
 def print_tuned(tuned: Tuned, path: Path, page: Path, console: Console | None = None) -> None:
     console = console or Console()
     sentence = verdict(tuned)
-    style = "bold green" if tuned.most_drafts else "bold yellow"
+    style = "bold green" if tuned.max_drafts else "bold yellow"
     console.print(Text(printable(f"{sentence[0].upper()}{sentence[1:]}."), style=style))
     warning = overhead_warning(tuned)
     if warning is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leadout.control.prompt_lookup import LEAST_MATCH
+from leadout.control.prompt_lookup import MIN_MATCH
 from support.models import ROOT
 
 
@@ -60,7 +60,7 @@ def test_a_decision_for_64_requests_takes_less_than_a_fifth_of_a_millisecond() -
 def test_the_least_match_is_the_measured_one() -> None:
     copying = result("copying.json")
     assert copying["provenance"]["command"].startswith("python scripts/measure_copying.py")
-    row = copying["by_match"][str(LEAST_MATCH)]["all"]
+    row = copying["by_match"][str(MIN_MATCH)]["all"]
     share, stood = f"{100 * row['offered']:.0f}%", f"{row['stood_per_offer']:.1f}"
     told = f"{share} of the steps have such a copy, and {stood} of its 7 tokens stand"
     assert told in page()

@@ -1,13 +1,46 @@
-"""Costs refined by measured steps, from curves, wrong curves and nothing."""
+"""Interpolated step costs, and their refinement from right, wrong and missing curves."""
 
 import random
 
 import pytest
 
 from control_simulator.traffic import MACHINES
-from leadout.control.cost_model import STUBBORN, LearnedCosts, Prices, StepCosts
+from leadout.control.cost_model import (
+    OUTLIERS_BEFORE_RESET,
+    PiecewiseLinear,
+    StepCostFilter,
+    StepCosts,
+    StepCostTable,
+)
+from leadout.errors import LeadoutError
 
-MOST = 7
+MAX_DRAFTS = 7
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8, 16, 32])
+@pytest.mark.parametrize("k", [0, 2, 7])
+def test_costs_between_and_beyond_measured_points_are_linear(batch_size: int, k: int) -> None:
+    sizes, counts = (1, 4, 16), (0, 3, MAX_DRAFTS)
+    costs = StepCosts(
+        verify={b: {v: 0.010 + 0.001 * b + 0.001 * b * v for v in counts} for b in sizes},
+        draft={b: {k: 0.002 + 0.0005 * b * k for k in counts} for b in sizes},
+    )
+    assert costs.verify_seconds(batch_size, batch_size * k) == pytest.approx(
+        0.010 + 0.001 * batch_size + 0.001 * batch_size * k
+    )
+    assert costs.draft_seconds(batch_size, k) == pytest.approx(0.002 + 0.0005 * batch_size * k)
+
+
+def test_extrapolation_does_not_fall_below_the_measured_points() -> None:
+    falling = PiecewiseLinear.through({1: 3.0, 2: 1.0})
+    assert falling(10) == 1.0
+
+
+def test_curve_without_points_is_rejected() -> None:
+    with pytest.raises(LeadoutError, match="at least one measured point"):
+        PiecewiseLinear.through({})
+    with pytest.raises(LeadoutError, match="at least one measured batch size"):
+        StepCosts(verify={}, draft={})
 
 
 def scaled(costs: StepCosts, factor: float) -> StepCosts:
@@ -17,92 +50,95 @@ def scaled(costs: StepCosts, factor: float) -> StepCosts:
     )
 
 
-def work(learned: LearnedCosts, costs: StepCosts, steps: int, noise: float = 0.08) -> None:
-    """Steps of all kinds, noisy, one in a hundred four times too long."""
-    draws = random.Random(3)
+def observe_steps(
+    filter_: StepCostFilter, costs: StepCosts, steps: int, noise: float = 0.08
+) -> None:
+    """Noisy steps of all kinds, one in a hundred four times too long."""
+    rng = random.Random(3)
     for _ in range(steps):
-        batch = draws.choice((1, 2, 4, 8, 16))
-        k = draws.choice((0, 3, MOST))
-        drafts = draws.choice((0, 1, 4, MOST)) * batch
-        seconds = costs.verify_seconds(batch, drafts) + costs.draft_seconds(batch, k)
-        stumble = 4.0 if draws.random() < 0.01 else 1.0
-        learned.observe(batch, drafts, k, seconds * stumble * draws.gauss(1, noise))
+        batch_size = rng.choice((1, 2, 4, 8, 16))
+        k = rng.choice((0, 3, MAX_DRAFTS))
+        drafts = rng.choice((0, 1, 4, MAX_DRAFTS)) * batch_size
+        seconds = costs.verify_seconds(batch_size, drafts) + costs.draft_seconds(batch_size, k)
+        outlier = 4.0 if rng.random() < 0.01 else 1.0
+        filter_.observe(batch_size, drafts, k, seconds * outlier * rng.gauss(1, noise))
 
 
-def furthest(found: Prices, costs: StepCosts) -> float:
-    """The largest relative error over steps without and with all drafts."""
-    batch = found.batch
+def max_error(table: StepCostTable, costs: StepCosts) -> float:
+    """The largest relative error over steps without drafts and with all of them."""
+    size = table.batch_size
     pairs = [
-        (found.step[k][place], costs.verify_seconds(batch, place) + costs.draft_seconds(batch, k))
-        for k in (0, MOST)
-        for place in (0, batch * MOST)
-        if found.stride == 1
+        (table.step[k][index], costs.verify_seconds(size, index) + costs.draft_seconds(size, k))
+        for k in (0, MAX_DRAFTS)
+        for index in (0, size * MAX_DRAFTS)
+        if table.stride == 1
     ]
-    return max(abs(guess / truth - 1) for guess, truth in pairs)
+    return max(abs(estimate / truth - 1) for estimate, truth in pairs)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("start", [None, 0.5, 2.0])
-def test_prices_come_near_the_truth_from_any_start(machine: str, start: float | None) -> None:
+def test_estimates_converge_from_any_start(machine: str, start: float | None) -> None:
     truth = MACHINES[machine]()
-    learned = LearnedCosts(MOST, None if start is None else scaled(truth, start))
-    work(learned, truth, 600)
-    for batch in (1, 4, 8):
-        assert furthest(learned.prices(batch), truth) < 0.08
+    filter_ = StepCostFilter(MAX_DRAFTS, None if start is None else scaled(truth, start))
+    observe_steps(filter_, truth, 600)
+    for batch_size in (1, 4, 8):
+        assert max_error(filter_.table(batch_size), truth) < 0.08
 
 
 def test_right_curves_stay_right_under_noise() -> None:
     truth = MACHINES["cpu"]()
-    learned = LearnedCosts(MOST, truth)
-    assert furthest(learned.prices(4), truth) < 1e-9
-    work(learned, truth, 600)
-    assert furthest(learned.prices(4), truth) < 0.05
+    filter_ = StepCostFilter(MAX_DRAFTS, truth)
+    assert max_error(filter_.table(4), truth) < 1e-9
+    observe_steps(filter_, truth, 600)
+    assert max_error(filter_.table(4), truth) < 0.05
 
 
-def test_a_stumble_is_ignored_and_a_new_pace_is_learnt() -> None:
+def test_single_slow_step_is_ignored_and_a_lasting_change_is_learnt() -> None:
     truth = MACHINES["cpu"]()
-    learned = LearnedCosts(MOST, truth)
-    bare = truth.bare_seconds(4) + truth.draft_seconds(4, 0)
-    work(learned, truth, 200, noise=0.02)
-    learned.observe(4, 0, 0, 10 * bare)
+    filter_ = StepCostFilter(MAX_DRAFTS, truth)
+    baseline = truth.bare_seconds(4) + truth.draft_seconds(4, 0)
+    observe_steps(filter_, truth, 200, noise=0.02)
+    filter_.observe(4, 0, 0, 10 * baseline)
     for _ in range(20):
-        learned.observe(4, 0, 0, bare)
-    assert learned.prices(4).bare == pytest.approx(bare, rel=0.05)
-    for _ in range(STUBBORN + 40):
-        learned.observe(4, 0, 0, 3 * bare)
-    assert learned.prices(4).bare == pytest.approx(3 * bare, rel=0.1)
+        filter_.observe(4, 0, 0, baseline)
+    assert filter_.table(4).baseline == pytest.approx(baseline, rel=0.05)
+    for _ in range(OUTLIERS_BEFORE_RESET + 40):
+        filter_.observe(4, 0, 0, 3 * baseline)
+    assert filter_.table(4).baseline == pytest.approx(3 * baseline, rel=0.1)
 
 
-def test_the_first_draft_of_a_batch_may_have_a_price_of_its_own() -> None:
-    learned = LearnedCosts(MOST)
+def test_first_draft_of_a_batch_may_have_a_cost_of_its_own() -> None:
+    filter_ = StepCostFilter(MAX_DRAFTS)
     for drafts in [0, 1, 0, 20, 0, 4] * 20:
-        learned.observe(16, drafts, 0, 0.070 + (0.007 if drafts else 0.0) + 0.0004 * drafts)
-    none, first, second = learned.prices(16).verify[:3]
+        filter_.observe(16, drafts, 0, 0.070 + (0.007 if drafts else 0.0) + 0.0004 * drafts)
+    none, first, second = filter_.table(16).verify[:3]
     assert first - none == pytest.approx(0.007, rel=0.2)
     assert second - first < 0.002
 
 
 def test_more_drafts_never_cost_less() -> None:
-    learned = LearnedCosts(MOST)
-    draws = random.Random(0)
+    filter_ = StepCostFilter(MAX_DRAFTS)
+    rng = random.Random(0)
     for _ in range(50):  # nothing but noise
-        learned.observe(4, draws.choice((0, 28)), draws.choice((0, MOST)), draws.uniform(0.01, 0.1))
-    prices = learned.prices(4)
-    assert list(prices.verify) == sorted(prices.verify)
-    assert list(prices.draft) == sorted(prices.draft)
-    assert prices.bare > 0
+        drafts, k = rng.choice((0, 28)), rng.choice((0, MAX_DRAFTS))
+        filter_.observe(4, drafts, k, rng.uniform(0.01, 0.1))
+    table = filter_.table(4)
+    assert list(table.verify) == sorted(table.verify)
+    assert list(table.draft) == sorted(table.draft)
+    assert table.baseline > 0
 
 
-def test_nothing_is_known_before_the_first_step() -> None:
-    learned = LearnedCosts(MOST)
-    assert not learned.known
-    learned.observe(1, 0, 0, 0.02)
-    assert learned.known
-    assert learned.prices(1).bare == pytest.approx(0.02, rel=0.05)
+def test_there_is_no_estimate_before_the_first_step() -> None:
+    filter_ = StepCostFilter(MAX_DRAFTS)
+    assert not filter_.has_estimate
+    filter_.observe(1, 0, 0, 0.02)
+    assert filter_.has_estimate
+    assert filter_.table(1).baseline == pytest.approx(0.02, rel=0.05)
 
 
-def test_impossible_settings_and_times_are_refused() -> None:
-    with pytest.raises(ValueError, match="found a largest K of 0"):
-        LearnedCosts(0)
-    with pytest.raises(ValueError, match="wanted more than 0"):
-        LearnedCosts(MOST).observe(1, 0, 0, 0.0)
+def test_impossible_settings_and_times_are_rejected() -> None:
+    with pytest.raises(ValueError, match="max_drafts is 0, expected 1 or more"):
+        StepCostFilter(0)
+    with pytest.raises(ValueError, match="expected more than 0"):
+        StepCostFilter(MAX_DRAFTS).observe(1, 0, 0, 0.0)

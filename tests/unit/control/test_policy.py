@@ -1,4 +1,4 @@
-"""Decisions: what is drafted and verified, when not, and how it finds out that it was wrong."""
+"""Decisions of the policy in a simulated engine: what is drafted, verified and explored."""
 
 import random
 import time
@@ -7,44 +7,42 @@ from itertools import pairwise
 import pytest
 
 from control_simulator.simulator import Machine
-from control_simulator.traffic import MACHINES
-from leadout.control.acceptance_model import AcceptanceCurve, Outcome
-from leadout.control.policy import (
-    NOTICE_STEPS,
-    PROBE_SHARE,
-    Decision,
-    Policy,
-    Probe,
-    Prober,
-    Seat,
-    Survey,
-    spread_over,
-)
+from control_simulator.traffic import MACHINES, MAX_DRAFTS
+from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome
+from leadout.control.exploration import MAX_PROBE_INTERVAL, PROBE_TIME_SHARE, ProbeScheduler
+from leadout.control.policy import Decision, DecodingRequest, Policy
 
-MOST = 7
 CPU, GPU = MACHINES["cpu"](), MACHINES["gpu"]()
-HOPELESS = AcceptanceCurve.of_odds([0.02] * MOST)
-GOOD = AcceptanceCurve.of_odds([0.9] * MOST)
+HOPELESS = AcceptanceCurve.from_probabilities([0.02] * MAX_DRAFTS)
+GOOD = AcceptanceCurve.from_probabilities([0.9] * MAX_DRAFTS)
 
 
 class Loop:
-    """An engine in which draft j of request r stands with `odds[r][j]`."""
+    """An engine that accepts draft j of request r with probability `acceptance[r][j]`."""
 
-    def __init__(self, policy: Policy, odds: dict[str, list[float]], caps: dict[str, int]) -> None:
-        self.policy, self.odds, self.caps = policy, odds, caps
+    def __init__(
+        self, policy: Policy, acceptance: dict[str, list[float]], limits: dict[str, int]
+    ) -> None:
+        self.policy, self.acceptance, self.limits = policy, acceptance, limits
         self.machine, self.drafted = Machine(CPU), 0
-        self.draws = random.Random(5)
+        self.rng = random.Random(5)
 
     def step(self) -> Decision:
-        seats = [Seat(name, self.drafted, self.caps.get(name, MOST)) for name in self.odds]
-        decision = self.policy.decide(seats)
+        requests = [
+            DecodingRequest(name, self.drafted, self.limits.get(name, MAX_DRAFTS))
+            for name in self.acceptance
+        ]
+        decision = self.policy.decide(requests)
         outcomes = []
-        for seat, tried in zip(seats, decision.verify, strict=True):
+        for request, verified in zip(requests, decision.verify, strict=True):
             accepted = 0
-            while accepted < tried and self.draws.random() < self.odds[seat.request][accepted]:
+            while (
+                accepted < verified
+                and self.rng.random() < self.acceptance[request.request_id][accepted]
+            ):
                 accepted += 1
-            outcomes.append(Outcome(seat.request, tried, accepted))
-        seconds = self.machine.prices(len(seats)).step[decision.draft][sum(decision.verify)]
+            outcomes.append(DraftOutcome(request.request_id, verified, accepted))
+        seconds = self.machine.table(len(requests)).step[decision.draft][sum(decision.verify)]
         self.policy.observe(outcomes, decision.draft, seconds)
         self.drafted = decision.draft
         return decision
@@ -54,18 +52,18 @@ class Loop:
 
 
 def loop(
-    *odds: float,
+    *acceptance: float,
     prior: AcceptanceCurve | None = None,
-    caps: dict[str, int] | None = None,
+    limits: dict[str, int] | None = None,
 ) -> Loop:
-    laws = {f"r{number}": [level] * MOST for number, level in enumerate(odds)}
-    return Loop(Policy(MOST, CPU, prior), laws, caps or {})
+    requests = {f"r{number}": [each] * MAX_DRAFTS for number, each in enumerate(acceptance)}
+    return Loop(Policy(MAX_DRAFTS, CPU, prior), requests, limits or {})
 
 
 def test_good_drafts_are_made_and_verified_and_hopeless_ones_are_not() -> None:
     good = loop(0.95).steps(50)
-    assert good[-1].draft == MOST
-    assert good[-1].verify == (MOST,)
+    assert good[-1].draft == MAX_DRAFTS
+    assert good[-1].verify == (MAX_DRAFTS,)
     assert good[-1].gain is not None
     assert good[-1].gain > 2
     hopeless = loop(0.02).steps(200)
@@ -80,152 +78,151 @@ def test_of_two_requests_the_better_one_gets_the_drafts() -> None:
     assert both.verify[1] <= 2
 
 
-def test_unverified_drafts_taken_for_refused_would_lead_to_another_choice() -> None:
-    """The first draft of each request is verified, never more, and always stands."""
-    told, mistaken = Policy(MOST, CPU), Policy(MOST, CPU)
+def test_counting_unverified_drafts_as_rejected_would_change_the_choice() -> None:
+    """The first draft of each request is verified, never more, and always accepted."""
+    right, wrong = Policy(MAX_DRAFTS, CPU), Policy(MAX_DRAFTS, CPU)
     for _ in range(60):
-        for policy, verified in ((told, 1), (mistaken, MOST)):
-            policy.decide([Seat("a", 1, MOST)])
-            policy.observe([Outcome("a", verified, 1)], 1, None)
-    assert told.decide([Seat("a", MOST, MOST)]).verify == (MOST,)
-    assert mistaken.decide([Seat("a", MOST, MOST)]).verify[0] <= 2
+        for policy, verified in ((right, 1), (wrong, MAX_DRAFTS)):
+            policy.decide([DecodingRequest("a", 1, MAX_DRAFTS)])
+            policy.observe([DraftOutcome("a", verified, 1)], 1, None)
+    assert right.decide([DecodingRequest("a", MAX_DRAFTS, MAX_DRAFTS)]).verify == (MAX_DRAFTS,)
+    assert wrong.decide([DecodingRequest("a", MAX_DRAFTS, MAX_DRAFTS)]).verify[0] <= 2
 
 
-def test_copied_drafts_take_the_place_of_worse_ones_and_are_judged_apart() -> None:
-    policy = Policy(MOST, CPU, GOOD)
+def test_lookup_drafts_replace_worse_ones_and_have_an_estimate_of_their_own() -> None:
+    policy = Policy(MAX_DRAFTS, CPU, GOOD)
 
-    def step(copies_stand: bool) -> Decision:
-        seats = [Seat("a", MOST, MOST, copied=5), Seat("b", MOST, MOST)]
-        decision = policy.decide(seats)
+    def step(lookup_accepted: bool) -> Decision:
+        requests = [
+            DecodingRequest("a", MAX_DRAFTS, MAX_DRAFTS, lookup=5),
+            DecodingRequest("b", MAX_DRAFTS, MAX_DRAFTS),
+        ]
+        decision = policy.decide(requests)
         outcomes = []
-        for seat, tried, is_copy in zip(seats, decision.verify, decision.copies, strict=True):
-            stands = copies_stand if is_copy else seat.request == "b"
-            outcomes.append(Outcome(seat.request, tried, tried if stands else 0, copied=is_copy))
+        for request, verified, is_lookup in zip(
+            requests, decision.verify, decision.use_lookup, strict=True
+        ):
+            is_good = lookup_accepted if is_lookup else request.request_id == "b"
+            outcomes.append(
+                DraftOutcome(
+                    request.request_id, verified, verified if is_good else 0, from_lookup=is_lookup
+                )
+            )
         policy.observe(outcomes, decision.draft, None)
         return decision
 
-    good = [step(copies_stand=True) for _ in range(60)][-1]
-    assert good.copies == (True, False)  # a's drafts by the drafter never stand
+    good = [step(lookup_accepted=True) for _ in range(60)][-1]
+    assert good.use_lookup == (True, False)  # a's drafts by the drafter are never accepted
     assert good.verify[0] == 5
-    bad = [step(copies_stand=False) for _ in range(200)]
-    assert sum(decision.verify[0] > 1 and decision.copies[0] for decision in bad[-50:]) <= 15
+    bad = [step(lookup_accepted=False) for _ in range(200)]
+    assert sum(decision.verify[0] > 1 and decision.use_lookup[0] for decision in bad[-50:]) <= 15
     assert policy.acceptance.survival("b")[0] > 0.9
 
 
-def test_copied_drafts_are_verified_where_the_drafter_is_off() -> None:
-    policy = Policy(MOST, CPU, HOPELESS)
-    decision = policy.decide([Seat("a", 0, MOST, copied=4)])
+def test_lookup_drafts_are_verified_while_drafting_is_off() -> None:
+    policy = Policy(MAX_DRAFTS, CPU, HOPELESS)
+    decision = policy.decide([DecodingRequest("a", 0, MAX_DRAFTS, lookup=4)])
     assert decision.draft == 0
     assert decision.verify == (4,)
-    assert decision.copies == (True,)
-    assert policy.decide([Seat("a", 0, 2, copied=4)]).verify == (2,)
+    assert decision.use_lookup == (True,)
+    assert policy.decide([DecodingRequest("a", 0, 2, lookup=4)]).verify == (2,)
 
 
-def test_a_lone_copy_is_not_verified_where_any_verification_is_dear() -> None:
-    policy = Policy(MOST, CPU, HOPELESS)
+def test_single_lookup_draft_is_not_verified_where_any_verification_is_expensive() -> None:
+    policy = Policy(MAX_DRAFTS, CPU, HOPELESS)
     batch = [f"r{number}" for number in range(16)]
 
-    def decide(copying: int) -> Decision:
-        seats = [Seat(name, 0, MOST, 4 * (place < copying)) for place, name in enumerate(batch)]
-        return policy.decide(seats)
+    def decide(with_lookup: int) -> Decision:
+        requests = [
+            DecodingRequest(name, 0, MAX_DRAFTS, 4 * (index < with_lookup))
+            for index, name in enumerate(batch)
+        ]
+        return policy.decide(requests)
 
-    assert sum(decide(copying=1).verify) == 4
+    assert sum(decide(with_lookup=1).verify) == 4
     bare = CPU.bare_seconds(16)
     for drafts in [0, 4, 0, 7] * 40:  # any drafts make a step a third longer
         seconds = bare * (1.33 if drafts else 1.0)
-        tried = [drafts, *[0] * 15]
-        outcomes = [Outcome(name, n, n, copied=n > 0) for name, n in zip(batch, tried, strict=True)]
+        verified = [drafts, *[0] * 15]
+        outcomes = [
+            DraftOutcome(name, n, n, from_lookup=n > 0)
+            for name, n in zip(batch, verified, strict=True)
+        ]
         policy.observe(outcomes, 0, seconds)
-    assert sum(decide(copying=1).verify) == 0
-    assert sum(decide(copying=16).verify) > 16  # together they are worth it
+    assert sum(decide(with_lookup=1).verify) == 0
+    assert sum(decide(with_lookup=16).verify) > 16  # together they are worth it
 
 
-def test_caps_are_kept_by_every_decision() -> None:
-    capped = loop(0.95, 0.95, 0.95, caps={"r0": 0, "r1": 2})
-    for decision in capped.steps(300):
+def test_limits_of_requests_are_kept_by_every_decision() -> None:
+    limited = loop(0.95, 0.95, 0.95, limits={"r0": 0, "r1": 2})
+    for decision in limited.steps(300):
         assert decision.verify[0] == 0
         assert decision.verify[1] <= 2
-    off = loop(0.95, 0.95, caps={"r0": 0, "r1": 0})
+    off = loop(0.95, 0.95, limits={"r0": 0, "r1": 0})
     assert all(decision.draft == 0 for decision in off.steps(300))
-    short = loop(0.95, caps={"r0": 3})
+    short = loop(0.95, limits={"r0": 3})
     assert all(decision.draft <= 3 for decision in short.steps(300))
 
 
-def test_never_more_is_verified_than_there_is() -> None:
-    policy = Policy(MOST, GPU, GOOD)
-    assert policy.decide([Seat("a", 0, MOST), Seat("b", 3, MOST)]).verify == (0, 3)
+def test_no_more_drafts_are_verified_than_available() -> None:
+    policy = Policy(MAX_DRAFTS, GPU, GOOD)
+    assert policy.decide(
+        [DecodingRequest("a", 0, MAX_DRAFTS), DecodingRequest("b", 3, MAX_DRAFTS)]
+    ).verify == (0, 3)
 
 
-def test_a_short_list_of_probes_notices_that_traffic_became_good() -> None:
+def test_probes_notice_that_traffic_became_good() -> None:
     changing = loop(0.02, 0.02)
     changing.steps(400)
-    for law in changing.odds.values():
-        law[:] = [0.9] * MOST
-    after = changing.steps(NOTICE_STEPS + 40)
+    for probabilities in changing.acceptance.values():
+        probabilities[:] = [0.9] * MAX_DRAFTS
+    after = changing.steps(MAX_PROBE_INTERVAL + 40)
     assert after[-1].draft >= 5
     assert all(decision.draft >= 4 for decision in after[-20:] if decision.draft)
     assert sum(decision.draft > 0 for decision in after[-20:]) >= 19
 
 
-def test_without_probes_the_change_would_never_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prober, "due", lambda self, probe: False)
+def test_without_probes_the_change_is_never_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProbeScheduler, "is_due", lambda self, probe: False)
     changing = loop(0.02, 0.02)
     changing.steps(400)
-    for law in changing.odds.values():
-        law[:] = [0.9] * MOST
+    for probabilities in changing.acceptance.values():
+        probabilities[:] = [0.9] * MAX_DRAFTS
     assert all(decision.draft == 0 for decision in changing.steps(400))
 
 
-def test_probes_take_their_share_of_the_time() -> None:
+def test_probes_stay_within_their_share_of_the_time() -> None:
     for batch in (1, 4, 16):
-        silent = loop(*[0.02] * batch)
-        silent.steps(100)
-        decisions = silent.steps(800)
-        prices = silent.machine.prices(batch)
-        spent = sum(prices.step[d.draft][sum(d.verify)] for d in decisions)
-        assert spent / (len(decisions) * prices.bare) < 1 + PROBE_SHARE + 0.005
+        idle = loop(*[0.02] * batch)
+        idle.steps(100)
+        decisions = idle.steps(800)
+        costs = idle.machine.table(batch)
+        spent = sum(costs.step[d.draft][sum(d.verify)] for d in decisions)
+        assert spent / (len(decisions) * costs.baseline) < 1 + PROBE_TIME_SHARE + 0.005
         assert sum(decision.is_probe for decision in decisions) >= 4
 
 
-def test_failing_probes_become_rarer_up_to_a_bound_and_a_promise_is_followed() -> None:
-    prices = Machine(CPU).prices(1)
-    probe = Probe.affordable(prices, MOST)
-    prober = Prober()
-    first = prober.interval(probe)
-    for _ in range(40):
-        assert not prober.came_back(0, 1, prices)
-    assert first < prober.interval(probe) <= NOTICE_STEPS
-    assert not prober.due(probe)
-    assert prober.came_back(MOST, MOST, prices)
-    assert prober.due(probe)
-
-
-def test_a_probe_goes_to_those_who_were_looked_at_least() -> None:
-    assert spread_over(4, [3, 3, 3], [5.0, 0.0, 1.0]) == [0, 3, 1]
-    assert spread_over(9, [2, 0], [0.0, 0.0]) == [2, 0]
-
-
 @pytest.mark.parametrize("prior", [HOPELESS, GOOD], ids=["hopeless", "good"])
-@pytest.mark.parametrize("odds", [0.02, 0.9])
+@pytest.mark.parametrize("acceptance", [0.02, 0.9])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_wrong_prior_is_overcome_within_200_steps(
-    prior: AcceptanceCurve, odds: float, batch: int
+def test_wrong_prior_is_overcome_within_200_steps(
+    prior: AcceptanceCurve, acceptance: float, batch: int
 ) -> None:
-    learning = loop(*[odds] * batch, prior=prior)
+    learning = loop(*[acceptance] * batch, prior=prior)
     learning.steps(200)
     drafting = [decision.draft > 0 for decision in learning.steps(50)]
-    assert sum(drafting) >= 45 if odds > 0.5 else sum(drafting) <= 14
+    assert sum(drafting) >= 45 if acceptance > 0.5 else sum(drafting) <= 14
 
 
-def test_k_does_not_flap_between_choices_of_equal_worth() -> None:
+def test_k_does_not_flap_between_equally_good_choices() -> None:
     steady = loop(0.6, 0.6)
     steady.steps(200)
     chosen = [decision.draft for decision in steady.steps(300)]
     changes = sum(before != after for before, after in pairwise(chosen))
-    assert changes <= 30  # a rare pause makes two
+    assert changes <= 30  # a rare step without drafts makes two
 
 
-def test_near_break_even_it_does_not_switch_on_and_off_all_the_time() -> None:
+def test_drafting_does_not_flap_near_break_even() -> None:
     edge = loop(0.16)
     edge.steps(200)
     chosen = [decision.draft > 0 for decision in edge.steps(600) if not decision.is_probe]
@@ -233,49 +230,43 @@ def test_near_break_even_it_does_not_switch_on_and_off_all_the_time() -> None:
     assert changes <= 24
 
 
-def test_without_costs_it_measures_first_and_then_decides() -> None:
-    blind = Loop(Policy(MOST), {"a": [0.95] * MOST}, {})
+def test_without_measured_costs_the_policy_measures_first() -> None:
+    blind = Loop(Policy(MAX_DRAFTS), {"a": [0.95] * MAX_DRAFTS}, {})
     first = blind.steps(8)
     assert first[0].gain is None
-    assert {decision.draft for decision in first} == {0, MOST}
-    assert blind.steps(30)[-1].draft == MOST
-    useless = Loop(Policy(MOST), {"a": [0.02] * MOST}, {})
+    assert {decision.draft for decision in first} == {0, MAX_DRAFTS}
+    assert blind.steps(30)[-1].draft == MAX_DRAFTS
+    useless = Loop(Policy(MAX_DRAFTS), {"a": [0.02] * MAX_DRAFTS}, {})
     useless.steps(100)
     assert sum(decision.draft > 0 for decision in useless.steps(100)) < 20
 
 
-def test_a_pause_now_and_then_shows_what_a_bare_step_costs() -> None:
-    survey = Survey(is_needed=False)
-    for _ in range(300):
-        survey.saw(4, 20, MOST)
-    assert survey.wanted(4, MOST) == 0
-    survey.saw(4, 20, 0)  # the drafts of the step before, or copied ones
-    assert survey.wanted(4, MOST) is None
+def test_rare_step_without_drafts_measures_the_baseline() -> None:
     drafts = [decision.draft for decision in loop(0.95).steps(600)]
     assert 1 <= drafts[20:].count(0) <= 4
 
 
-def test_while_all_read_their_prompts_drafts_are_made_as_before() -> None:
-    policy = Policy(MOST)
-    assert policy.decide([]) == Decision((), MOST, False, None, ())
+def test_k_is_kept_while_all_requests_are_in_prefill() -> None:
+    policy = Policy(MAX_DRAFTS)
+    assert policy.decide([]) == Decision((), MAX_DRAFTS, False, None, ())
     off = loop(0.02)
     off.steps(60)
     assert off.policy.decide([]).draft == 0
     policy.observe([], 0, 0.01)
-    assert not policy.costs.known
+    assert not policy.costs.has_estimate
 
 
-def test_a_decision_takes_little_time() -> None:
+def test_decision_takes_little_time() -> None:
     """The bound is for a busy machine; the figure of a quiet one is in results/control."""
-    policy = Policy(MOST, CPU)
+    policy = Policy(MAX_DRAFTS, CPU)
     names, drafted, spent = [str(number) for number in range(64)], 0, []
     for _ in range(60):
         start = time.process_time()
-        decision = policy.decide([Seat(name, drafted, MOST) for name in names])
+        decision = policy.decide([DecodingRequest(name, drafted, MAX_DRAFTS) for name in names])
         spent.append(time.process_time() - start)
         outcomes = [
-            Outcome(name, tried, min(tried, 4))
-            for name, tried in zip(names, decision.verify, strict=True)
+            DraftOutcome(name, verified, min(verified, 4))
+            for name, verified in zip(names, decision.verify, strict=True)
         ]
         policy.observe(outcomes, decision.draft, 0.1)
         drafted = decision.draft

@@ -1,15 +1,15 @@
-"""The policy against an oracle, on a part of the grid that results/control holds whole."""
+"""The policy compared with an oracle, on a part of the grid in results/control."""
 
 import pytest
 
 from control_simulator.simulator import Machine, run_bare, run_oracle, run_policy
 from control_simulator.traffic import (
-    HELD_OUT,
+    HELD_OUT_TRAFFIC,
     MACHINES,
-    MOST,
-    PROCESSES,
+    MAX_DRAFTS,
+    TUNING_TRAFFIC,
     Moment,
-    Process,
+    Traffic,
     level,
     recorded,
 )
@@ -18,94 +18,97 @@ from leadout.control.cost_model import StepCosts
 from leadout.control.policy import Policy
 
 CLOCK = 1500.0
-BY_NAME = {process.name: process for process in PROCESSES}
-FAIR = [process for process in PROCESSES if not process.watches]
-# Which batch sizes a process is tried with: each process with two, each size with many.
+BY_NAME = {traffic.name: traffic for traffic in TUNING_TRAFFIC}
+ADVERSARIES = [traffic for traffic in TUNING_TRAFFIC if traffic.is_adversary]
+FAIR = [traffic for traffic in TUNING_TRAFFIC if not traffic.is_adversary]
 # Where single cells stay below 0.97 (results/control/simulator.json): one changes as fast as it can
-# be learnt, the other tells by the first draft alone.
+# be learnt, the other is decided by the first draft alone.
 HARD = {"fast drift": 0.955, "all or nothing 0.3": 0.955}
+# Each kind of traffic with two batch sizes, each batch size with many kinds.
 CELLS = [
-    (process, batch)
-    for number, process in enumerate(FAIR)
-    for batch in ((1, 8), (2, 16), (4, 1))[number % 3]
+    (traffic, batch_size)
+    for number, traffic in enumerate(FAIR)
+    for batch_size in ((1, 8), (2, 16), (4, 1))[number % 3]
 ]
 
 
-def test_there_are_twenty_kinds_of_traffic_with_names_of_their_own() -> None:
+def test_there_are_at_least_twenty_kinds_of_traffic_with_unique_names() -> None:
     assert len(FAIR) >= 20
-    assert len(BY_NAME) == len(PROCESSES)
-    assert not set(BY_NAME) & {process.name for process in HELD_OUT}
+    assert len(BY_NAME) == len(TUNING_TRAFFIC)
+    assert not set(BY_NAME) & {traffic.name for traffic in HELD_OUT_TRAFFIC}
 
 
 @pytest.mark.parametrize(
-    ("process", "batch"), CELLS, ids=[f"{process.name}, {batch}" for process, batch in CELLS]
+    ("traffic", "batch_size"), CELLS, ids=[f"{traffic.name}, {size}" for traffic, size in CELLS]
 )
-def test_the_policy_comes_near_the_oracle(process: Process, batch: int) -> None:
+def test_policy_comes_near_the_oracle(traffic: Traffic, batch_size: int) -> None:
     costs = MACHINES["cpu"]()
     machine = Machine(costs)
-    found = run_policy(Policy(MOST, costs), process, machine, batch, CLOCK)
-    bound = HARD.get(process.name, 0.97)
-    assert found.rate >= bound * run_oracle(process, machine, batch, CLOCK).rate
+    found = run_policy(Policy(MAX_DRAFTS, costs), traffic, machine, batch_size, CLOCK)
+    bound = HARD.get(traffic.name, 0.97)
+    assert found.rate >= bound * run_oracle(traffic, machine, batch_size, CLOCK).rate
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("process", [p for p in PROCESSES if p.watches], ids=lambda p: p.name)
-def test_an_adversary_may_win_but_not_below_bare(process: Process, batch: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("traffic", ADVERSARIES, ids=lambda traffic: traffic.name)
+def test_loss_to_an_adversary_is_bounded(traffic: Traffic, batch_size: int) -> None:
     costs = MACHINES["cpu"]()
     machine = Machine(costs)
-    found = run_policy(Policy(MOST, costs), process, machine, batch, 1000.0)
-    assert found.rate >= 0.94 * run_bare(process, machine, batch, 1000.0).rate
+    found = run_policy(Policy(MAX_DRAFTS, costs), traffic, machine, batch_size, 1000.0)
+    assert found.rate >= 0.94 * run_bare(traffic, machine, batch_size, 1000.0).rate
 
 
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("factor", [None, 0.6, 1.7])
-def test_costs_unknown_or_wrong_are_learnt_on_the_way(name: str, factor: float | None) -> None:
+def test_unknown_or_wrong_costs_are_learnt_on_the_way(name: str, factor: float | None) -> None:
     truth = MACHINES[name]()
     start = None
     if factor is not None:
-        # Drafting is thought to be dearer or cheaper than it is, against a right bare step.
+        # Drafting seems more or less expensive than it is, next to right costs of verifying.
         start = StepCosts(
             verify=truth.verify,
             draft={b: {k: factor * s for k, s in row.items()} for b, row in truth.draft.items()},
         )
-    machine, process = Machine(truth), BY_NAME["three kinds"]
-    found = run_policy(Policy(MOST, start), process, machine, 4, 1000.0)
-    assert found.rate >= 0.96 * run_oracle(process, machine, 4, 1000.0).rate
+    machine, traffic = Machine(truth), BY_NAME["three kinds"]
+    found = run_policy(Policy(MAX_DRAFTS, start), traffic, machine, 4, 1000.0)
+    assert found.rate >= 0.96 * run_oracle(traffic, machine, 4, 1000.0).rate
 
 
-def test_the_bound_fails_for_a_policy_that_does_not_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_that_does_not_adapt_misses_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "leadout.control.acceptance_model.Acceptance.observe", lambda self, outcomes: None
+        "leadout.control.acceptance_model.AcceptanceModel.observe", lambda self, outcomes: None
     )
     costs = MACHINES["cpu"]()
-    machine, process = Machine(costs), BY_NAME["steady, hopeless"]
-    stubborn = Policy(MOST, costs, AcceptanceCurve.of_odds([0.9] * MOST))
-    found = run_policy(stubborn, process, machine, 8, CLOCK)
-    assert found.rate < 0.9 * run_oracle(process, machine, 8, CLOCK).rate
+    machine, traffic = Machine(costs), BY_NAME["steady, hopeless"]
+    fixed = Policy(MAX_DRAFTS, costs, AcceptanceCurve.from_probabilities([0.9] * MAX_DRAFTS))
+    found = run_policy(fixed, traffic, machine, 8, CLOCK)
+    assert found.rate < 0.9 * run_oracle(traffic, machine, 8, CLOCK).rate
 
 
-def test_the_oracle_is_no_worse_than_any_fixed_k() -> None:
+def test_oracle_is_no_worse_than_any_fixed_k() -> None:
     machine = Machine(MACHINES["cpu"]())
-    process = BY_NAME["steady 0.6"]
-    best = run_oracle(process, machine, 4, CLOCK).rate
-    survival, fixed = 1.0, [4 / machine.prices(4).bare]
+    traffic = BY_NAME["steady 0.6"]
+    best = run_oracle(traffic, machine, 4, CLOCK).rate
+    survival, fixed = 1.0, [4 / machine.table(4).baseline]
     tokens = 1.0
-    for k, odds in enumerate(level(0.6), start=1):
-        survival *= odds
+    for k, probability in enumerate(level(0.6), start=1):
+        survival *= probability
         tokens += survival
-        fixed.append(4 * tokens / machine.prices(4).step[k][4 * k])
+        fixed.append(4 * tokens / machine.table(4).step[k][4 * k])
     assert best >= 0.998 * max(fixed)  # its first step has no drafts to verify
 
 
 def test_recorded_traffic_follows_the_record() -> None:
     record = recorded("two requests", [[7] * 40, [0] * 40])
-    laws = {
-        record.law(Moment(clock, seat))[0] > 0.5 for clock in range(0, 2000, 50) for seat in (0, 1)
+    is_good = {
+        record.acceptance(Moment(clock, slot))[0] > 0.5
+        for clock in range(0, 2000, 50)
+        for slot in (0, 1)
     }
-    assert laws == {True, False}
+    assert is_good == {True, False}
     costs = MACHINES["cpu"]()
     machine = Machine(costs)
-    found = run_policy(Policy(MOST, costs), record, machine, 2, CLOCK)
+    found = run_policy(Policy(MAX_DRAFTS, costs), record, machine, 2, CLOCK)
     assert found.rate >= 0.95 * run_oracle(record, machine, 2, CLOCK).rate
-    with pytest.raises(ValueError, match="request without steps"):
+    with pytest.raises(ValueError, match="every request needs at least one step"):
         recorded("empty", [[1], []])

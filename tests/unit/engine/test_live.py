@@ -1,0 +1,238 @@
+"""Live control around a policy: limits, prompt lookup, outcomes and metrics."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from control_simulator.traffic import MACHINES
+from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome
+from leadout.control.policy import Policy
+from leadout.engine import live
+from leadout.engine.live import (
+    LiveControl,
+    LiveMetrics,
+    draft_limit,
+    live_metrics_file,
+    read_live_metrics,
+)
+from leadout.engine.metrics import GAUGES, fill_live, live_families
+from leadout.engine.small_files import write_small
+
+MAX_DRAFTS = 4
+COSTS = MACHINES["cpu"]()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        (None, 7),
+        ({}, 7),
+        ({"other": 1}, 7),
+        ({"leadout_draft": "off"}, 0),
+        ({"leadout_draft": 0}, 0),
+        ({"leadout_draft": 3}, 3),
+        ({"leadout_draft": "3"}, 3),
+        ({"leadout_draft": 99}, 7),
+    ],
+)
+def test_request_may_limit_its_drafts(options: dict[str, object] | None, limit: int) -> None:
+    assert draft_limit(options, 7) == limit
+
+
+@pytest.mark.parametrize("value", ["on", -1, 2.5, True, [], "²", ""])
+def test_other_limits_are_rejected(value: object) -> None:
+    with pytest.raises(ValueError, match="leadout_draft in vllm_xargs is"):
+        draft_limit({"leadout_draft": value}, 7)
+
+
+def request(
+    name: str, drafts: list[int], text: list[int] | None = None, **options: Any
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id=name,
+        spec_token_ids=drafts,
+        all_token_ids=text or [1, 2, 3],
+        sampling_params=SimpleNamespace(extra_args=options or None),
+    )
+
+
+class RecordingPolicy(Policy):
+    """Keeps what it observes."""
+
+    def __init__(self) -> None:
+        prior = AcceptanceCurve.from_probabilities([0.95] * MAX_DRAFTS)
+        super().__init__(MAX_DRAFTS, COSTS, prior)
+        self.outcomes: list[DraftOutcome] = []
+        self.seconds: float | None = -1.0
+
+    def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
+        self.outcomes, self.seconds = list(outcomes), seconds
+        super().observe(outcomes, k, seconds)
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def policy() -> RecordingPolicy:
+    return RecordingPolicy()
+
+
+@pytest.fixture
+def control(policy: RecordingPolicy, lines: list[str], tmp_path: Path) -> LiveControl:
+    return LiveControl(policy, MAX_DRAFTS, tmp_path / "metrics.json", lines.append, min_match=3)
+
+
+def test_limits_of_requests_are_kept_and_a_bad_one_is_logged_once(
+    control: LiveControl, lines: list[str]
+) -> None:
+    drafts = [11, 12, 13, 14]
+    requests = [
+        request("free", drafts),
+        request("off", drafts, leadout_draft="off"),
+        request("two", drafts, leadout_draft=2),
+        request("bad", drafts, leadout_draft="much"),
+        request("bad too", drafts, leadout_draft="more"),
+    ]
+    step, chosen = control.plan(requests)
+    assert [each.tokens for each in chosen] == [drafts, [], [11, 12], drafts, drafts]
+    assert step.decision.draft == MAX_DRAFTS
+    control.plan(requests)
+    assert len(lines) == 1
+    assert "leadout_draft in vllm_xargs is 'much', expected 'off' or" in lines[0]
+
+
+def test_prompt_lookup_is_used_where_the_drafter_has_nothing(control: LiveControl) -> None:
+    text = [5, 6, 7, 8, 9, 5, 6, 7]
+    _, (free, off) = control.plan(
+        [request("a", [], text), request("b", [], text, leadout_draft="off")]
+    )
+    assert free.from_lookup
+    assert free.tokens == [8, 9, 5, 6]
+    assert off.tokens == []
+
+
+def test_outcomes_are_those_of_what_the_engine_did(
+    control: LiveControl, policy: RecordingPolicy
+) -> None:
+    requests = [request(name, [11, 12, 13, 14]) for name in ("all", "cut", "gone")]
+    step, _ = control.plan(requests)
+    control.step_done(
+        step, {"all": 4, "cut": 2, "gone": 4}, {"all": 5, "cut": 2, "new": 3}, is_pure=True
+    )
+    assert policy.outcomes == [DraftOutcome("all", 4, 4), DraftOutcome("cut", 2, 1)]
+    assert policy.seconds is None  # one of the requests was aborted
+
+
+def test_only_pure_decoding_steps_are_timed(control: LiveControl, policy: RecordingPolicy) -> None:
+    step, _ = control.plan([request("a", [11])])
+    control.step_done(step, {"a": 1}, {"a": 2}, is_pure=False)
+    assert policy.seconds is None
+    step, _ = control.plan([request("a", [11])])
+    control.step_done(step, {"a": 1}, {"a": 2}, is_pure=True)
+    assert policy.seconds is not None
+    assert policy.seconds > 0
+
+
+def test_overlapping_steps_share_the_time_between_them(
+    control: LiveControl, policy: RecordingPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([10.0, 10.1, 11.0, 12.5])  # two plans, two ends
+    monkeypatch.setattr(live.time, "perf_counter", lambda: next(clock))
+    first, _ = control.plan([request("a", [11])])
+    second, _ = control.plan([request("a", [11])])
+    control.step_done(first, {"a": 1}, {"a": 2}, is_pure=True)
+    assert policy.seconds == pytest.approx(1.0)
+    control.step_done(second, {"a": 1}, {"a": 2}, is_pure=True)
+    assert policy.seconds == pytest.approx(1.5)
+
+
+def test_metrics_are_written_and_logged(
+    control: LiveControl, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "LOG_SECONDS", 0.0)
+    step, _ = control.plan([request("a", [11, 12])])
+    control.step_done(step, {"a": 2}, {"a": 2}, is_pure=True)
+    metrics = read_live_metrics(tmp_path / "metrics.json")
+    assert metrics is not None
+    assert (metrics.steps, metrics.available) == (1, 2)
+    assert (metrics.verified, metrics.accepted) == (2, 1)
+    assert metrics.gain == step.decision.gain
+    assert "1 of 2 verified drafts accepted" in lines[-1]
+    control.close()
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_metrics_cover_the_last_minute(
+    control: LiveControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for now in (100.2, 130.0, 160.0):
+        monkeypatch.setattr(live.time, "monotonic", lambda now=now: now)
+        step, _ = control.plan([request("a", [11, 12])])
+        control.step_done(step, {"a": 2}, {"a": 2}, is_pure=True)
+    metrics = read_live_metrics(tmp_path / "metrics.json")
+    assert metrics is not None
+    assert (metrics.steps, metrics.available) == (2, 4)  # the first is a minute old
+
+
+def test_ended_request_leaves_nothing_behind(control: LiveControl, policy: RecordingPolicy) -> None:
+    step, _ = control.plan([request("a", [11], leadout_draft=1)])
+    control.step_done(step, {"a": 1}, {"a": 1}, is_pure=True)
+    assert policy.acceptance.trials("a") > 0
+    control.forget("a")
+    assert policy.acceptance.trials("a") == 0
+    _, (again,) = control.plan([request("a", [11, 12])])
+    assert len(again.tokens) == 2  # another request with the same id
+
+
+def test_shares_of_metrics() -> None:
+    metrics = LiveMetrics(written=0, steps=3, drafted=12, available=14, verified=7, lookup=1)
+    assert metrics.draft_length == 4.0
+    assert metrics.skipped_share == pytest.approx(1 - 6 / 14)
+    assert metrics.lookup_share == pytest.approx(1 / 7)
+    idle = LiveMetrics(written=0, steps=1)
+    assert (idle.skipped_share, idle.lookup_share) == (0.0, 0.0)
+
+
+def test_metrics_file_expires_after_a_minute(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    assert read_live_metrics(path) is None
+    fresh = LiveMetrics(written=time.time(), steps=1, drafted=3, gain=2.0)
+    write_small(fresh, path)
+    assert read_live_metrics(path) == fresh
+    assert list(tmp_path.iterdir()) == [path]
+    write_small(LiveMetrics(written=time.time() - 61), path)
+    assert read_live_metrics(path) is None
+    path.write_text('{"written": 1, "else": 2}')
+    assert read_live_metrics(path) is None
+
+
+def test_gauges_show_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    gauges = live_families()
+    fill_live(gauges, ["model", "0"], path)
+    assert not any(gauge.samples for gauge in gauges)
+    metrics = LiveMetrics(
+        written=time.time(), steps=1, drafted=3, available=4, verified=4, lookup=1, probes=2
+    )
+    write_small(metrics, path)
+    fill_live(gauges, ["model", "0"], path)
+    shown = {gauge.name: [sample.value for sample in gauge.samples] for gauge in gauges}
+    assert shown == {
+        "leadout:draft_length": [3.0],
+        "leadout:skipped_drafts": [0.25],
+        "leadout:copied_drafts": [0.25],
+        "leadout:probes": [2.0],
+        "leadout:estimated_gain": [],  # not known yet
+    }
+    assert list(shown) == list(GAUGES)
+
+
+def test_each_engine_has_a_file_of_its_own() -> None:
+    assert live_metrics_file("ab", 0) != live_metrics_file("ab", 1)
+    assert live_metrics_file("ab", 0) != live_metrics_file("ac", 0)
