@@ -1,4 +1,4 @@
-"""What this machine and installation can do: the facts behind `leadout env`."""
+"""What is installed on this machine and which commands can run: the report of `leadout env`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from importlib import util
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from rich.table import Table
 
+from leadout.console import facts_table, table
 from leadout.engine.vllm_adapter import SUPPORTED, EngineFacts, ask_engine
 from leadout.version import __version__, installed_version
 
@@ -20,7 +20,7 @@ LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A module that a command cannot do without, and how to get it."""
+    """A module that a command requires, and how to install it."""
 
     module: str
     remedy: str
@@ -30,7 +30,7 @@ class Need:
 
 
 class Usability(BaseModel):
-    """Whether a command can run here; `remedy` says what to install if not."""
+    """Whether a command can run here, and what to install if not."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,10 +69,10 @@ def collect(needs: Mapping[str, tuple[Need, ...]]) -> EnvironmentReport:
         engine=engine,
         hardware=_hardware(),
         commands={
-            command: _with_this_engine(usability(wanted), wanted, engine)
-            for command, wanted in needs.items()
+            command: _with_engine(usability(required), required, engine)
+            for command, required in needs.items()
         },
-        warnings=known_troubles(),
+        warnings=known_problems(),
     )
 
 
@@ -81,12 +81,14 @@ def usability(needs: tuple[Need, ...]) -> Usability:
     return Usability(usable=not unmet, remedy="; ".join(unmet) or None)
 
 
-def _with_this_engine(found: Usability, needs: tuple[Need, ...], engine: EngineFacts) -> Usability:
-    """An engine that is installed need not work, or be the one that is wanted."""
+def _with_engine(found: Usability, needs: tuple[Need, ...], engine: EngineFacts) -> Usability:
+    """The same, also considering whether the installed engine works and is supported."""
     if not found.usable or all(need.module != "vllm" for need in needs):
         return found
     if engine.error is not None:
-        return Usability(usable=False, remedy="the engine does not work: see engine and warnings")
+        return Usability(
+            usable=False, remedy="the engine does not work; see engine and warnings above"
+        )
     if not engine.supported:
         return Usability(usable=False, remedy=f"install vLLM {SUPPORTED}")
     return found
@@ -94,30 +96,21 @@ def _with_this_engine(found: Usability, needs: tuple[Need, ...], engine: EngineF
 
 def render(report: EnvironmentReport) -> None:
     console = Console()
-    facts = Table(title="Leadout environment", show_header=False, title_justify="left")
-    facts.add_column(style="bold")
-    facts.add_column(overflow="fold")
-    facts.add_row("leadout", report.leadout)
-    facts.add_row("python", report.python)
-    for name, version in report.libraries.items():
-        facts.add_row(name, version or "not installed")
-    engine = report.engine
-    facts.add_row("engine", engine.summary())
+    engine, hardware = report.engine, report.hardware
+    facts = [("leadout", report.leadout), ("python", report.python)]
+    facts += [(name, version or "not installed") for name, version in report.libraries.items()]
+    facts.append(("engine", engine.summary()))
     if engine.model_runner is not None:
-        facts.add_row("model runner", f"{engine.model_runner}: {engine.model_runner_reason}")
-    hardware = report.hardware
-    facts.add_row(
-        "machine",
-        f"{hardware.system} {hardware.machine}, {hardware.cores} cores, "
-        f"{hardware.memory_gib:.1f} GiB",
+        facts.append(("model runner", f"{engine.model_runner}: {engine.model_runner_reason}"))
+    machine = f"{hardware.system} {hardware.machine}, {hardware.cores} cores"
+    facts.append(("machine", f"{machine}, {hardware.memory_gib:.1f} GiB"))
+    facts.append(("accelerators", ", ".join(hardware.accelerators) or "none"))
+    console.print(facts_table(facts))
+    commands = (
+        (name, "yes" if state.usable else "no", state.remedy or "")
+        for name, state in report.commands.items()
     )
-    facts.add_row("accelerators", ", ".join(hardware.accelerators) or "none")
-    console.print(facts)
-
-    commands = Table("command", "usable", "remedy", title="Commands", title_justify="left")
-    for name, state in report.commands.items():
-        commands.add_row(name, "yes" if state.usable else "no", state.remedy or "")
-    console.print(commands)
+    console.print(table(None, ("command", "usable", "remedy"), commands, left=3))
     for warning in report.warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}")
 
@@ -142,8 +135,8 @@ def _accelerators() -> list[str]:
     return []
 
 
-def known_troubles() -> list[str]:
-    """Known ways in which an installation that looks complete does not work."""
+def known_problems() -> list[str]:
+    """Known faults of installations that look complete but do not work."""
     found = []
     torch_version = installed_version("torch") or ""
     for companion in ("torchvision", "torchaudio", "torchcodec"):

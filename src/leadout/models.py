@@ -1,4 +1,4 @@
-"""A model by its name: a local folder as it is, or a hub name in the hub's cache."""
+"""Models by name: local folders, hub names and folders of the hub's cache."""
 
 from __future__ import annotations
 
@@ -8,39 +8,54 @@ from pathlib import Path
 
 from leadout.errors import LeadoutError
 
-# Configuration and weights, and what tokenizers and chat templates are written in.
-_WHOLE_MODEL = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+# Configuration and weights, tokenizers and chat templates.
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_SNAPSHOTS = "snapshots"
+_CACHED = "models--"
+_PROBE_BYTES = 1 << 20
 
 
 class ModelNotFoundError(LeadoutError):
-    """Neither a folder nor a hub name that can be had here."""
+    """A name that is neither a local folder nor a model on the hub or in its cache."""
 
 
 def local_folder(name: str, revision: str | None = None, *, config_only: bool = False) -> Path:
-    """The folder of a model, fetched from the hub if need be (and if there is a network).
+    """The folder of a model, downloaded from the hub if necessary.
 
-    `config_only` leaves the weights where they are: enough to see what a target is.
+    `config_only` does not download the weights.
     """
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).exists():
+        raise ModelNotFoundError(f"{name} is a file; expected the folder of a model or a hub name.")
+    if _is_path(name):
+        raise ModelNotFoundError(
+            f"{name} does not exist; expected the folder of a model, or a hub name such as "
+            "Qwen/Qwen3-8B. Check the path."
+        )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
-    patterns = ["*.json"] if config_only else [*_WHOLE_MODEL]
+    patterns = ["*.json"] if config_only else [*_MODEL_FILES]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0]
+    except RepositoryNotFoundError as problem:
         raise ModelNotFoundError(
-            f"{name}: found neither a folder nor a hub model of this name, wanted one ({reason}). "
-            "Check the spelling, or download it first."
+            f"{name} is neither a local folder nor a model on the Hugging Face hub that you can "
+            "access. Check the spelling; for private and gated models run `hf auth login`."
         ) from problem
-
-
-# When two names mean the same model: hub names, local folders, folders of the hub's cache.
-
-_SNAPSHOTS = "snapshots"
-_CACHED = "models--"
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
+        reason = str(problem).strip().splitlines()[0].rstrip(".")
+        raise ModelNotFoundError(
+            f"{name} is neither a local folder nor in the Hugging Face cache, and could not be "
+            f"downloaded: {reason}. Check the name, the network and HF_HUB_OFFLINE, or run "
+            f"`hf download {name}` first."
+        ) from problem
 
 
 def hub_name(name: str) -> str | None:
@@ -48,18 +63,34 @@ def hub_name(name: str) -> str | None:
     cached = _cached_name(name)
     if cached is not None:
         return cached
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") != 1 or Path(name).is_dir()
-    return None if is_path else name
+    local = _is_path(name) or "/" not in name or Path(name).is_dir()
+    return None if local else name
 
 
 def last_part(name: str) -> str:
-    """The model's own name, without its owner or the folders it lies in."""
+    """The model's own name, without its owner or parent folders."""
     return (_parts(_cached_name(name) or name) or [""])[-1]
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names may mean one model: owners and folders differ for copies of a model."""
+    """Whether two names may mean the same model, whatever its owner or parent folders."""
     return last_part(one).casefold() == last_part(other).casefold()
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash that identifies a model folder: its config, and samples of its weights."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        for offset in _probes(path.stat().st_size):
+            with path.open("rb") as file:
+                file.seek(offset)
+                digest.update(file.read(_PROBE_BYTES))
+    return digest.hexdigest()
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def _cached_name(path: str) -> str | None:
@@ -74,24 +105,6 @@ def _parts(name: str) -> list[str]:
     return [part for part in name.split("/") if part not in ("", ".")]
 
 
-# A short name for the exact contents of a model folder, made without reading all of it.
-
-
-def fingerprint(folder: Path) -> str:
-    """Of a model's configuration and weights: file sizes and headers, not the whole of them."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        for offset in _probes(path.stat().st_size):
-            with path.open("rb") as file:
-                file.seek(offset)
-                digest.update(file.read(_PROBE_BYTES))
-    return digest.hexdigest()
-
-
-_PROBE_BYTES = 1 << 20
-
-
 def _probes(size: int) -> Sequence[int]:
-    """Starts of the pieces that are read: the header, and seven spread over the weights."""
+    """Offsets of the bytes that are hashed: the header, and seven places in the weights."""
     return [size * place // 8 for place in range(8)]

@@ -1,4 +1,4 @@
-"""Where a result file comes from: written into each of them, so that it can be made again."""
+"""How a result file was made: command, date, versions and machine, to reproduce it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leadout.version import installed_versions
 
 
 class Provenance(BaseModel):
-    """The command, the day, the versions and the machine behind a result."""
+    """The command, date, versions and machine of a result."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,16 +36,16 @@ class Provenance(BaseModel):
 
 
 def _program(script: Path) -> list[str]:
-    """Our own command by its name, however it was called, and anything else as a script."""
+    """`leadout`, however it was started, or the Python script."""
     is_ours = script.name == "leadout" or script.parts[-2:] == ("leadout", "__main__.py")
-    return ["leadout"] if is_ours else ["python", _from_the_root(script)]
+    return ["leadout"] if is_ours else ["python", _from_root(script)]
 
 
-def _from_the_root(script: Path) -> str:
-    """A script as it is called from the root of the project, wherever it was called from."""
+def _from_root(script: Path) -> str:
+    """A script's path from the root of the repository."""
     return str(Path(*script.parts[-2:])) if script.is_absolute() else str(script)
 
 
 def _without_folders(word: str) -> str:
-    """Folders of this machine mean nothing elsewhere: a path's last part stands for it."""
+    """Absolute paths are shortened to their last part, since folders differ between machines."""
     return Path(word).name if Path(word).is_absolute() else word

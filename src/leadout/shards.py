@@ -1,14 +1,12 @@
-"""Training text on the disk: JSONL files that only grow, one sample a line, in token ids.
+"""Training text on disk: append-only JSONL files with one sample of token ids per line.
 
-A line is written by one call, so a killed writer leaves at most one torn line at the end; the next
-writer cuts it off. A lock, which dies with its process, keeps a second writer out. Readers take
-whole lines only and fetch samples by their place in the file, so what they keep in memory is a few
-bytes for each sample.
+Each line is written by one call, so a killed writer leaves at most one incomplete line at the end,
+which the next writer truncates. A file lock excludes a second writer. Readers ignore an incomplete
+line and fetch samples by their offset, so they keep only a few bytes per sample in memory.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +18,15 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from leadout.errors import LeadoutError
+from leadout.files import Timeout, lock
 
 
 class ShardError(LeadoutError):
-    """A shard that cannot be read, or a place that cannot be written."""
+    """A shard that cannot be read or written."""
 
 
 class Sample(BaseModel):
-    """One answer of the target, with all that came before it."""
+    """One answer of the target, with its prompt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,28 +38,28 @@ class Sample(BaseModel):
 
 
 class ShardWriter:
-    """Appends samples to one file, which no one else writes meanwhile."""
+    """Appends samples to one file, which it locks against other writers."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._lock = lock(path.with_name(f".{path.name}.lock"), seconds=0)
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._handle)
+            self._lock.acquire()
+        except Timeout:
             raise ShardError(
-                f"{path}: found another process that writes it, wanted it free; wait for that "
-                "process to end, or give this one a part of its own with --shard"
+                f"{path.parent}: another process is writing {path.name}. Wait until it has ended, "
+                "or write another part of the data with --shard."
             ) from None
-        _cut_torn_line(self._handle)
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        _truncate_incomplete_line(self._handle)
 
     def append(self, sample: Sample) -> None:
         line = sample.model_dump_json().encode() + b"\n"
         try:
             written = os.write(self._handle, line)
         except OSError as problem:
-            raise ShardError(f"{self.path}: cannot be written: {problem.strerror}") from None
+            raise ShardError(f"{self.path} cannot be written: {problem.strerror}.") from None
         if written != len(line):
             raise ShardError(
                 f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?"
@@ -77,10 +76,11 @@ class ShardWriter:
     ) -> None:
         os.fsync(self._handle)
         os.close(self._handle)
+        self._lock.release()
 
 
 def read_shard(path: Path) -> Iterator[tuple[int, Sample]]:
-    """Every whole sample of a file and its offset; a torn last line is passed over."""
+    """Offset and sample of each complete line of a file."""
     with path.open("rb") as lines:
         offset = 0
         for number, line in enumerate(lines, start=1):
@@ -90,15 +90,15 @@ def read_shard(path: Path) -> Iterator[tuple[int, Sample]]:
 
 
 class WrittenSamples(Mapping[str, Sample]):
-    """The samples of one file by their ids; in memory are only the ids and where they are."""
+    """The samples of one file by id; only ids and offsets are kept in memory."""
 
     def __init__(self, path: Path, each: Callable[[Sample], None]) -> None:
-        """`each` sees every sample once, while the file is read."""
+        """`each` is called once with every sample while the file is indexed."""
         self._path = path
         self._offsets: dict[str, int] = {}
         for offset, sample in read_shard(path):
             if sample.id in self._offsets:
-                raise _found_twice(path, sample.id)
+                raise _repeated(path, sample.id)
             self._offsets[sample.id] = offset
             each(sample)
 
@@ -116,12 +116,12 @@ class WrittenSamples(Mapping[str, Sample]):
 
 
 class Samples(Sequence[Sample]):
-    """The samples of several files, in the order of their ids: the same for the same set."""
+    """The samples of several files in the order of their ids, whichever file each is in."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = list(paths)
-        self._shards = array("H")  # of each sample, the file ...
-        self._offsets = array("q")  # ... and where in it the sample begins
+        self._shards = array("H")  # the file of each sample ...
+        self._offsets = array("q")  # ... and its offset there
         for _, shard, offset in _places_by_id(self._paths):
             self._shards.append(shard)
             self._offsets.append(offset)
@@ -133,7 +133,7 @@ class Samples(Sequence[Sample]):
         return _sample_at(self._paths[self._shards[index]], self._offsets[index])
 
     def path_of(self, index: int) -> Path:
-        """The file that a sample is in."""
+        """The file of a sample."""
         return self._paths[self._shards[index]]
 
 
@@ -146,14 +146,14 @@ def _places_by_id(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     found.sort()
     for (first, _, _), (second, shard, _) in pairwise(found):
         if first == second:
-            raise _found_twice(paths[shard], second)
+            raise _repeated(paths[shard], second)
     return found
 
 
-def _found_twice(path: Path, name: str) -> ShardError:
+def _repeated(path: Path, name: str) -> ShardError:
     return ShardError(
-        f"{path}: found the sample {name!r} twice, wanted each once; two jobs wrote to this "
-        "folder: remove one of their files"
+        f"{path}: the sample {name!r} occurs twice, expected each once. Two jobs wrote to this "
+        "folder; remove the files of one of them."
     )
 
 
@@ -170,11 +170,11 @@ def _parse(line: bytes, where: str) -> Sample:
         first = problem.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "line"
         raise ShardError(
-            f"{where}: {field}: {first['msg']}; wanted a sample as `leadout data` writes it"
+            f"{where}: {field}: {first['msg']}; expected a sample as written by `leadout data`."
         ) from None
 
 
-def _cut_torn_line(handle: int) -> None:
+def _truncate_incomplete_line(handle: int) -> None:
     end = os.fstat(handle).st_size
     while end > 0:
         start = max(0, end - 65536)

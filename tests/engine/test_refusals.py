@@ -129,7 +129,7 @@ def test_drafts_beyond_the_block_are_put_right(target: Path, drafter: Path) -> N
     speculation = plan.command[plan.command.index("--speculative-config") + 1]
     assert '"num_speculative_tokens": 4' in speculation
     assert any(
-        note.startswith("draft-tokens: found num_speculative_tokens 15") for note in plan.notes
+        note.startswith("draft-tokens: num_speculative_tokens is 15") for note in plan.notes
     )
 
 

@@ -77,4 +77,4 @@ def test_auto_without_a_published_drafter_says_so(hub: Path) -> None:
 def test_an_unknown_name_is_refused(hub: Path) -> None:
     made = plan(hub, "acme/nothing", "--draft", "acme/tiny-dflash")
     assert made.returncode == 2
-    assert "acme/nothing: found neither a folder nor a hub model" in made.stderr
+    assert "acme/nothing is neither a local folder" in made.stderr

@@ -167,7 +167,7 @@ def spoil_bytes(world: World) -> int:
 
 BAD: dict[Callable[[World], int], str] = {
     spoil_nan: "NaN or infinite",
-    spoil_shape: "block_size: found 4, wanted 5",
+    spoil_shape: "block_size is 4; expected 5",
     spoil_target: "target_fingerprint",
     spoil_bytes: "changed since publishing",
 }

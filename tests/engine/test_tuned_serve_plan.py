@@ -107,7 +107,7 @@ def test_a_file_of_another_pair_is_refused(
 def test_a_second_draft_length_is_refused(target: Path, drafter: Path, tmp_path: Path) -> None:
     tuned = tuning_of(target, drafter, GOOD)
     flags = (*FLAGS, "--speculative-config", '{"method": "dflash", "num_speculative_tokens": 2}')
-    with pytest.raises(UnfitPairError, match="found num_speculative_tokens 2"):
+    with pytest.raises(UnfitPairError, match="num_speculative_tokens is 2"):
         plan_of(tuned, tmp_path, target, drafter, flags)
     flags = (*FLAGS, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
     with pytest.raises(UnfitPairError, match="found speculation by ngram"):

@@ -54,7 +54,7 @@ def test_a_second_writer_is_kept_out_until_the_first_has_ended(tmp_path: Path) -
     path = tmp_path / "a.jsonl"
     with ShardWriter(path) as writer:
         writer.append(sample("a"))
-        with pytest.raises(ShardError, match=r"a\.jsonl: found another process that writes it"):
+        with pytest.raises(ShardError, match=r"another process is writing a\.jsonl"):
             ShardWriter(path)
     write(path, "b")
     assert len(Samples([path])) == 2
@@ -72,10 +72,10 @@ def test_samples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
 
 def test_a_sample_found_twice_is_refused(tmp_path: Path) -> None:
     one, two = write(tmp_path / "1.jsonl", "a", "b"), write(tmp_path / "2.jsonl", "b")
-    with pytest.raises(ShardError, match=r"2\.jsonl: found the sample 'b' twice"):
+    with pytest.raises(ShardError, match=r"2\.jsonl: the sample 'b' occurs twice"):
         Samples([one, two])
     write(one, "a")
-    with pytest.raises(ShardError, match=r"1\.jsonl: found the sample 'a' twice"):
+    with pytest.raises(ShardError, match=r"1\.jsonl: the sample 'a' occurs twice"):
         WrittenSamples(one, lambda _: None)
 
 

@@ -21,7 +21,7 @@ from leadout.checkpoints import (
     read_checkpoint,
 )
 from leadout.engine.vllm_adapter import SUPPORTED, installed_distribution, is_supported
-from leadout.environment import known_troubles
+from leadout.environment import known_problems
 from leadout.findings import Severity
 from leadout.pairing import EngineSettings, Pair, TargetFacts, examine, read_target
 from leadout.pairing.target import read_any_config
@@ -103,7 +103,7 @@ def version_findings() -> list[Finding]:
                 remedy=f"Install vLLM {SUPPORTED}.",
             )
         )
-    for trouble in known_troubles():
+    for trouble in known_problems():
         message, _, remedy = trouble.partition("; ")
         findings.append(
             Finding(

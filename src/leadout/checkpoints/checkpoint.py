@@ -13,7 +13,7 @@ from torch import Tensor
 from leadout.checkpoints import speculators, zlab
 from leadout.checkpoints.config_fields import JsonObject, naming_the_file, read_json_object
 from leadout.checkpoints.decoder_config import FILE_NAMES
-from leadout.checkpoints.errors import NOTHING, CheckpointError
+from leadout.checkpoints.errors import MISSING, CheckpointError
 from leadout.checkpoints.store import (
     CONFIG,
     list_tensors,
@@ -33,7 +33,7 @@ from leadout.checkpoints.tensors import (
     take_inventory,
     target_marks,
 )
-from leadout.checkpoints.unsupported import refuse_relatives
+from leadout.checkpoints.unsupported import refuse_unsupported
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 
@@ -47,11 +47,11 @@ class Checkpoint:
     path: Path
     format: Format
     config: DrafterConfig
-    target_name: str | None  # the target the file names
-    draft_tokens: int | None  # the K the file asks for
+    target_name: str | None  # the target named in the file
+    draft_tokens: int | None  # the K stated in the file
     tensors: Inventory
-    notes: tuple[str, ...]  # what a user should know about how others read this file
-    kept: JsonObject  # unknown fields that compute nothing
+    notes: tuple[str, ...]  # how other readers differ on this file
+    kept: JsonObject  # unknown fields that do not affect the computation
 
 
 def read_checkpoint(path: Path | str) -> Checkpoint:
@@ -59,7 +59,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
     folder = Path(path)
     config_path = folder / CONFIG
     config = read_config(folder)
-    refuse_relatives(config, config_path)
+    refuse_unsupported(config, config_path)
     if speculators.matches(config):
         found: Format = "speculators"
     elif zlab.matches(config):
@@ -68,9 +68,9 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         raise CheckpointError(
             config_path,
             "architectures",
-            config.get("architectures", NOTHING),
+            config.get("architectures", MISSING),
             f"{zlab.ARCHITECTURE}, or a speculators_model_type",
-            "This is no DFlash drafter; check the path.",
+            "This is not a DFlash drafter. Check the path; are target and drafter swapped?",
         )
     named = by_drafter_name(list_tensors(folder), folder)
     if found == "speculators":
@@ -91,12 +91,12 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The drafter's tensors exactly as they are in the file, all of them finite."""
+    """The drafter's tensors exactly as stored, all of them finite."""
     return load_tensors(checkpoint.tensors, checkpoint.config, checkpoint.path)
 
 
 def load_drafter(path: Path | str, dtype: torch.dtype | None = None) -> Drafter:
-    """The drafter in a checkpoint, in one precision: `dtype`, or that of most of its weights."""
+    """Load a drafter in one precision: `dtype`, or by default that of most of its weights."""
     checkpoint = read_checkpoint(path)
     wanted = dtype or checkpoint.tensors.dtype
     weights = load_weights(checkpoint)
@@ -104,7 +104,7 @@ def load_drafter(path: Path | str, dtype: torch.dtype | None = None) -> Drafter:
         if tensor.is_floating_point() and tensor.dtype != wanted:
             weights[name] = tensor.to(wanted)
             require_finite(f"{name} as {wanted}", weights[name], checkpoint.path)
-    with torch.device("meta"):  # no memory is spent on weights that are replaced at once
+    with torch.device("meta"):  # allocates no memory for weights that are replaced at once
         drafter = Drafter(checkpoint.config)
     drafter.load_state_dict(weights, assign=True)
     return drafter
@@ -122,7 +122,7 @@ def write_checkpoint(
 ) -> None:
     """Write `drafter.state_dict()` and its config; the folder must be new or empty.
 
-    The speculators format needs the target's name; K is all that the block allows unless given.
+    The speculators format requires the target's name; `draft_tokens` defaults to block_size - 1.
     """
     folder = Path(path)
     refuse_existing(folder)
@@ -138,10 +138,10 @@ def write_checkpoint(
 def convert(
     source: Path | str, destination: Path | str, to: Format, target_name: str | None = None
 ) -> Checkpoint:
-    """Rewrite a checkpoint in a format; weights stay bit for bit what they are.
+    """Rewrite a checkpoint in another format; the weights stay bit-identical.
 
-    `target_name` names the target where the source does not. If it is a local folder, the number
-    of its layers is taken from it too.
+    `target_name` is needed where the source does not name its target. If it is a local folder, the
+    number of target layers is read from it.
     """
     folder = Path(destination)
     refuse_existing(folder)
@@ -149,7 +149,7 @@ def convert(
     config = _with_target_layers(checkpoint, target_name)
     dtype = str(checkpoint.tensors.dtype).removeprefix("torch.")
     target_name = target_name or checkpoint.target_name
-    # What the format cannot hold is better refused before gigabytes are read.
+    # Refuse what the format cannot express before gigabytes are read.
     _config_for(to, config, dtype, checkpoint.kept, target_name, checkpoint.draft_tokens, folder)
     write_checkpoint(
         folder,
@@ -178,7 +178,7 @@ def _config_for(
 
 
 def _with_target_layers(checkpoint: Checkpoint, target_name: str | None) -> DrafterConfig:
-    """The drafter's config, completed and checked by the target's if that is on this machine."""
+    """The drafter's config, completed and checked with the target's if that is a local folder."""
     config = checkpoint.config
     target = Path(target_name or "") / CONFIG
     if not target_name or not target.is_file():
@@ -190,9 +190,9 @@ def _with_target_layers(checkpoint: Checkpoint, target_name: str | None) -> Draf
         raise CheckpointError(
             target,
             "num_hidden_layers",
-            count,
+            MISSING if count is None else count,
             str(config.target_num_layers or "a number"),
-            "Name the target that the drafter was trained for.",
+            "Pass the target that the drafter was trained for.",
         )
     with naming_the_file(checkpoint.path / CONFIG, FILE_NAMES):
         return replace(config, target_num_layers=count)

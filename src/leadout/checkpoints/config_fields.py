@@ -1,4 +1,8 @@
-"""Reading JSON that came from somewhere else: bounded, and without the usual leniencies."""
+"""Strict, bounded reading of config.json files and their fields.
+
+A field that could change the computation must be understood, or the file is refused. All other
+unknown fields are kept and written back on conversion.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,24 @@ from typing import Annotated, NoReturn, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from leadout.checkpoints.errors import NOTHING, CheckpointError, Words
+from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
 from leadout.dflash.config import InvalidDrafterError
 
 JsonObject: TypeAlias = dict[str, object]
 
-LARGEST_FILE = 8 * 2**20
-DEEPEST_NESTING = 64
-_LARGEST_INTEGER = 2**63
+MAX_FILE_BYTES = 8 * 2**20
+MAX_NESTING = 64
+_MAX_INTEGER = 2**63
 
 
 def read_json_object(path: Path) -> JsonObject:
-    """The object in a UTF-8 JSON file; twice the same key, NaN or infinity are errors."""
+    """The object in a UTF-8 JSON file; repeated keys, NaN and infinity are errors."""
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise _not_json(path, f"{path.stat().st_size} bytes")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise _not_json(path, f"has {path.stat().st_size} bytes")
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise _not_json(path, str(problem)) from None
+        raise _not_json(path, f"cannot be read ({problem})") from None
     try:
         value = json.loads(
             text,
@@ -39,26 +43,29 @@ def read_json_object(path: Path) -> JsonObject:
             parse_int=_bounded_int,
         )
     except RecursionError:
-        raise _not_json(path, "nesting without end") from None
-    except ValueError as problem:  # JSONDecodeError is one too
+        raise _not_json(path, "is nested too deeply") from None
+    except json.JSONDecodeError as problem:
+        raise _not_json(path, f"is not valid JSON ({problem})") from None
+    except ValueError as problem:  # from the hooks above
         raise _not_json(path, str(problem)) from None
     if not isinstance(value, dict):
-        raise _not_json(path, f"a {type(value).__name__}")
-    if _deeper_than(value, DEEPEST_NESTING):
-        raise _not_json(path, f"nesting deeper than {DEEPEST_NESTING}")
-    try:  # an escaped half of a character passes the parser, but could never be written or shown
+        raise _not_json(path, f"contains a {type(value).__name__}")
+    if _deeper_than(value, MAX_NESTING):
+        raise _not_json(path, f"is nested deeper than {MAX_NESTING} levels")
+    try:  # an escaped surrogate passes the parser, but cannot be encoded or printed
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as problem:
-        raise _not_json(path, str(problem)) from None
+        raise _not_json(path, f"is not valid UTF-8 ({problem})") from None
     return value
 
 
-def _not_json(path: Path, found: str) -> CheckpointError:
+def _not_json(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         path,
         "file",
-        Words(found),
-        f"a JSON object in UTF-8 of at most {LARGEST_FILE} bytes, every key once, finite numbers",
+        Phrase(problem),
+        f"a UTF-8 JSON object of at most {MAX_FILE_BYTES} bytes with unique keys and finite "
+        "numbers",
         "Repair the file or download it again.",
     )
 
@@ -67,26 +74,26 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     result: JsonObject = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"the key {key!r} twice")
+            raise ValueError(f"repeats the key {key!r}")
         result[key] = value
     return result
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"the number {name}")
+    raise ValueError(f"contains the number {name}")
 
 
 def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text}")
+        raise ValueError(f"contains the number {text}")
     return value
 
 
 def _bounded_int(text: str) -> int:
     # A number of thousands of digits is slow to parse and fits no field.
-    if len(text) > len(str(_LARGEST_INTEGER)) + 1 or abs(int(text)) > _LARGEST_INTEGER:
-        raise ValueError(f"an integer of {len(text)} digits")
+    if len(text) > len(str(_MAX_INTEGER)) + 1 or abs(int(text)) > _MAX_INTEGER:
+        raise ValueError(f"contains an integer of {len(text)} digits")
     return int(text)
 
 
@@ -104,19 +111,13 @@ def _deeper_than(value: object, limit: int) -> bool:
     return any(isinstance(item, dict | list) for item in level)
 
 
-# Strict reading of foreign config fields, and the rule for fields nobody knows.
-#
-# The rule: a field that could change the computation must be understood or the file is refused;
-# anything else is kept as it is and written back on conversion.
-
-
 class StrictFields(BaseModel):
-    """Base of the foreign sections: no bool or string passes as a number."""
+    """Base of config sections: a bool or string is not accepted as a number."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
 
-# Upper bounds lie far above every known model; they keep an absurd file from being built at all.
+# The upper bounds are far above every known model; they keep an absurd file from being built.
 Layers = Annotated[int, Field(ge=1, le=1000)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Heads = Annotated[int, Field(ge=1, le=2**14)]
@@ -129,7 +130,7 @@ Multiplier = Annotated[float, Field(gt=0.0, le=1e6)]
 LayerIds = Annotated[list[Annotated[int, Field(ge=0, le=1000)]], Field(min_length=1, max_length=64)]
 LayerTypes = Annotated[list[str], Field(min_length=1, max_length=1000)]
 
-# Fields of transformers, of training runs and of publishing that no reader computes with.
+# Fields of transformers, of training and of publishing that no reader computes with.
 INERT = frozenset(
     {
         "_attn_implementation", "_commit_hash", "_name_or_path", "attention_dropout",
@@ -140,10 +141,10 @@ INERT = frozenset(
     }
 )  # fmt: skip
 
-# Written anew by whoever writes a checkpoint. `auto_map` names code, which is never run or copied.
+# Rewritten on every write. `auto_map` names code, which is never run or copied.
 REWRITTEN = frozenset({"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"})
 
-# A field of an unknown name that has a word beginning so is taken to be part of the computation.
+# An unknown field is assumed to affect the computation if a word of its name starts like these.
 COMPUTING_WORDS = (
     "act", "anchor", "attention", "attn", "aux", "bias", "bidirectional", "block", "capping",
     "causal", "conv", "depth", "dflash", "eagle", "embed", "expert", "factor", "fusion", "gat",
@@ -159,7 +160,7 @@ Value = TypeVar("Value")
 
 
 def validated(model: type[Section], section: Mapping[str, object], path: Path, at: str) -> Section:
-    """Check a section's known fields; `at` is where it lies in the file, "" for the top level."""
+    """Validate the known fields of a section; `at` is its key in the file, "" for the top level."""
     try:
         return model.model_validate(section)
     except ValidationError as problem:
@@ -171,20 +172,20 @@ def validated(model: type[Section], section: Mapping[str, object], path: Path, a
         raise CheckpointError(
             path,
             field,
-            NOTHING if missing else first["input"],
-            "a value" if missing else first["msg"].removeprefix("Input should be "),
+            MISSING if missing else first["input"],
+            "a value" if missing else _expected(first["msg"]),
             "Write the field explicitly." if missing else "Correct the field.",
         ) from None
 
 
 def keep_inert(extras: Mapping[str, object] | None, path: Path, at: str) -> JsonObject:
-    """The unknown fields worth keeping; one that may take part in the computation is refused."""
+    """The unknown fields to write back; those that may affect the computation are refused."""
     kept: JsonObject = {}
     for name, value in (extras or {}).items():
         if name in REWRITTEN:
             continue
         switched_off = value is None or value is False or value in ("", [], {})
-        if name not in INERT and not switched_off and _sounds_computing(name):
+        if name not in INERT and not switched_off and _may_affect_computation(name):
             raise unknown_field(path, f"{at}.{name}" if at else name, value)
         kept[name] = value
     return kept
@@ -195,35 +196,39 @@ def unknown_field(path: Path, field: str, value: object) -> CheckpointError:
         path,
         field,
         value,
-        "only fields of DFlash that Leadout knows",
-        "It may change what the drafter computes. Remove it if you know that it does not.",
+        "only known DFlash fields",
+        "It may change what the drafter computes; remove it if you are sure that it does not.",
     )
 
 
 def agreed(path: Path, field: str, one: Value | None, other: Value | None) -> Value | None:
-    """A value that a file may state in two places; two different ones are an error."""
+    """A value that a file may state in two places; different values are an error."""
     if one is not None and other is not None and one != other:
         raise CheckpointError(
-            path, field, one, f"the same value in both places ({other!r})", "Remove one of the two."
+            path, field, one, f"{other!r} as in the other place", "Remove one of the two."
         )
     return other if one is None else one
 
 
 @contextmanager
 def naming_the_file(path: Path, names: Mapping[str, str]) -> Iterator[None]:
-    """Turn an impossible drafter into an error about the file, in the file's own field names."""
+    """Report an invalid drafter config as an error about the file, with the file's field names."""
     try:
         yield
     except InvalidDrafterError as problem:
         raise CheckpointError(
             path,
             names.get(problem.field, problem.field),
-            problem.found,
-            problem.wanted,
+            problem.value,
+            problem.expected,
             "Correct the field, or download the checkpoint again.",
         ) from None
 
 
-def _sounds_computing(name: str) -> bool:
+def _may_affect_computation(name: str) -> bool:
     spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
     return any(word.startswith(COMPUTING_WORDS) for word in re.split(r"[^a-z]+", spaced))
+
+
+def _expected(message: str) -> str:
+    return message.removeprefix("Input should be ").removeprefix("Value error, ")

@@ -1,8 +1,8 @@
-"""Rotary embedding as config files spell it, old style and new.
+"""What both checkpoint formats share: the Qwen3 decoder's fields, above all the rotary embedding.
 
 Old files have a flat `rope_theta` and perhaps a `rope_scaling`; files of transformers 5 have one
-`rope_parameters`. transformers lets a value inside these dictionaries win over a flat one; other
-readers do the opposite, so a file that says both must say the same.
+`rope_parameters`. In transformers a value inside these dictionaries overrides a flat one, in other
+readers it is the other way round. A file that has both must therefore state the same value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from leadout.checkpoints.config_fields import (
     agreed,
     validated,
 )
-from leadout.checkpoints.errors import CheckpointError
+from leadout.checkpoints.errors import MISSING, CheckpointError
 from leadout.checkpoints.unsupported import unsupported
 from leadout.dflash.config import (
     DrafterConfig,
@@ -33,7 +33,7 @@ from leadout.dflash.config import (
     Yarn,
 )
 
-DEFAULT_THETA = 10_000.0  # what transformers assumes
+DEFAULT_THETA = 10_000.0  # the default in transformers
 
 Theta = Annotated[float, Field(gt=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -73,7 +73,7 @@ _FIELDS_OF_TYPE = {
 
 
 class RopeFields(NamedTuple):
-    """The rope fields of a decoder section, as found."""
+    """The rope fields of a decoder section, as in the file."""
 
     theta: float | None
     fraction: float | None
@@ -81,14 +81,14 @@ class RopeFields(NamedTuple):
     scaling: Mapping[str, object] | None
 
     @property
-    def says_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         return self.theta is None and not self.parameters and not self.scaling
 
 
 def read_rope(
     fields: RopeFields, layer_types: frozenset[str], max_positions: int, path: Path, at: str
 ) -> Rope:
-    """What the file's rope fields amount to; contradictions and unknown kinds are errors."""
+    """The rotary embedding in these fields; contradictions and unknown types are errors."""
     flat: JsonObject = {"rope_theta": fields.theta, "partial_rotary_factor": fields.fraction}
     named = {"rope_parameters": fields.parameters, "rope_scaling": fields.scaling}
     prefix = f"{at}." if at else ""
@@ -109,13 +109,13 @@ def read_rope(
     for name, rope in others:
         if rope != first[1]:
             raise CheckpointError(
-                path, name, rope, f"the same as {first[0]}: {first[1]}", "Remove one of the two."
+                path, name, rope, f"the same as in {first[0]}, {first[1]}", "Remove one of the two."
             )
     return first[1]
 
 
 def write_rope(rope: Rope) -> JsonObject:
-    """Both spellings, so that every reader finds one it knows."""
+    """Both spellings, so that every reader finds one that it supports."""
     parameters: JsonObject = {"rope_type": "default", "rope_theta": rope.theta}
     match rope.scaling:
         case LinearScaling(factor=factor):
@@ -149,7 +149,7 @@ def write_rope(rope: Rope) -> JsonObject:
 
 
 def describe_rope(rope: Rope) -> str:
-    """One line for people."""
+    """The rotary embedding in one line."""
     words = [f"theta {rope.theta:.15g}"]
     match rope.scaling:
         case LinearScaling(factor=factor):
@@ -166,7 +166,7 @@ def describe_rope(rope: Rope) -> str:
 def _for_all_layers(
     section: Mapping[str, object], layer_types: frozenset[str], path: Path, at: str
 ) -> Mapping[str, object]:
-    """One dictionary per layer type is fine as long as the layers there are agree."""
+    """The parameters for all layers; one dictionary per layer type is fine if they are equal."""
     per_type = {kind: section[kind] for kind in layer_types if isinstance(section.get(kind), dict)}
     if not per_type:
         return section
@@ -195,7 +195,7 @@ def _read_section(
         raise unsupported(path, f"{at}.rope_type", kind, "another kind of rotary embedding")
     for name in read.model_fields_set - _FIELDS_OF_TYPE[kind]:
         raise CheckpointError(
-            path, f"{at}.{name}", getattr(read, name), f"no such field with type {kind}",
+            path, f"{at}.{name}", getattr(read, name), f"no such field with rope_type {kind}",
             "Correct rope_type or remove the field.",
         )  # fmt: skip
     outside = validated(RopeSection, flat, path, "")
@@ -221,14 +221,14 @@ def _scaling(
     factor = _required(read.factor, path, f"{at}.factor")
     if kind == "linear":
         return LinearScaling(factor)
-    # transformers and vLLM both fall back to the maximal positions here.
+    # transformers and vLLM both default to the maximum position here.
     original = read.original_max_position_embeddings or max_positions
     if kind == "llama3":
         low = _required(read.low_freq_factor, path, f"{at}.low_freq_factor")
         high = _required(read.high_freq_factor, path, f"{at}.high_freq_factor")
         if not low < high:
             raise CheckpointError(
-                path, f"{at}.high_freq_factor", high, f"more than low_freq_factor ({low})",
+                path, f"{at}.high_freq_factor", high, f"a number above low_freq_factor ({low})",
                 "Correct the field.",
             )  # fmt: skip
         return Llama3Scaling(factor, low, high, original)
@@ -242,16 +242,14 @@ def _scaling(
 
 def _required(value: Value | None, path: Path, field: str) -> Value:
     if value is None:
-        raise CheckpointError(path, field, value, "a number", "Write the field explicitly.")
+        raise CheckpointError(path, field, MISSING, "a number", "Add the field.")
     return value
 
-
-# What a format's reader hands on, and the small steps both readers share.
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
-# Where Leadout's names differ from the names both formats use.
+# Fields of `DrafterConfig` whose names in both formats differ.
 FILE_NAMES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -268,19 +266,21 @@ FILE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigReading:
-    """A config file, understood."""
+    """What a format's reader returns."""
 
     config: DrafterConfig
-    target_name: str | None = None  # the target the file names
-    draft_tokens: int | None = None  # the K the file asks for
+    target_name: str | None = None  # the target named in the file
+    draft_tokens: int | None = None  # the K stated in the file
     notes: tuple[str, ...] = ()
-    kept: JsonObject = field(default_factory=dict)  # unknown fields that compute nothing
+    kept: JsonObject = field(
+        default_factory=dict
+    )  # unknown fields that do not affect the computation
 
 
 def require_layer_types(
     layer_types: Sequence[str], num_layers: int, path: Path, at: str
 ) -> tuple[str, ...]:
-    """The stated kinds of the layers, one for each."""
+    """The attention type of each layer, validated."""
     name = f"{at}.layer_types" if at else "layer_types"
     for kind in layer_types:
         if kind not in (FULL, SLIDING):
@@ -297,7 +297,7 @@ def require_layer_types(
 
 
 def write_decoder(config: DrafterConfig, path: Path) -> JsonObject:
-    """The decoder's fields in the names of Qwen3Config, every one explicit."""
+    """All decoder fields, under the names of Qwen3Config."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -316,7 +316,7 @@ def write_decoder(config: DrafterConfig, path: Path) -> JsonObject:
 
 
 def _write_windows(layers: Sequence[LayerAttention], path: Path) -> JsonObject:
-    """The windows in the fields of transformers, which know one size for all sliding layers."""
+    """Window fields of transformers, which allow one size for all sliding layers."""
     windows = {layer.window for layer in layers} - {None}
     if len(windows) > 1:
         raise CheckpointError(
@@ -324,11 +324,11 @@ def _write_windows(layers: Sequence[LayerAttention], path: Path) -> JsonObject:
             "sliding_window",
             sorted(window for window in windows if window),
             "one window size for all sliding layers",
-            "No published format can hold this drafter.",
+            "No published format supports this drafter.",
         )
     return {
         "layer_types": [FULL if layer.window is None else SLIDING for layer in layers],
         "sliding_window": next(iter(windows), None),
-        # Without it, transformers forgets the window.
+        # Without it, transformers ignores the window.
         "use_sliding_window": bool(windows),
     }

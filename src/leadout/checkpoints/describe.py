@@ -1,4 +1,4 @@
-"""A checkpoint in plain words: one record for programs, one list of lines for people."""
+"""A summary of a checkpoint, as JSON for programs and as lines for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leadout.dflash.config import LayerAttention
 
 
 class LayerDescription(BaseModel):
-    """One draft layer's attention; no window is full attention."""
+    """Attention of one draft layer; `window` None is full attention."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -22,7 +22,7 @@ class LayerDescription(BaseModel):
 
 
 class Description(BaseModel):
-    """What `leadout inspect` knows about a checkpoint."""
+    """What `leadout inspect` prints."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,8 +31,8 @@ class Description(BaseModel):
     target: str | None
     target_layers: int | None
     target_hidden_size: int
-    layer_ids: list[int]  # id i: the output of target layer i, as z-lab counts
-    layer_ids_in_vllm: list[int]  # one more: as vLLM and speculators count
+    layer_ids: list[int]  # id i: the output of target layer i, z-lab's convention
+    layer_ids_in_vllm: list[int]  # plus one: the convention of vLLM and speculators
     block_size: int
     max_draft_tokens: int
     draft_tokens: int | None
@@ -56,26 +56,26 @@ class Description(BaseModel):
     kept: list[str]
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and text, in the order to show them."""
+        """Labels and texts in display order."""
         owned = [name for name, own in self._owned().items() if own]
         vocabulary = f"{self.vocab_size}"
         if self.draft_vocab_size is not None:
             vocabulary += f", of which {self.draft_vocab_size} can be drafted"
         drafts = f"{self.block_size} (at most {self.max_draft_tokens} drafted tokens"
         if self.draft_tokens is not None:
-            drafts += f"; the file asks for {self.draft_tokens}"
+            drafts += f"; the file states {self.draft_tokens}"
         lines = [
             ("format", self.format),
             ("target", f"{self.target or 'not named in the file'}{self._target_layers()}"),
             ("layer ids", f"{_joined(self.layer_ids)} (output of target layer i)"),
-            ("  in vLLM", f"{_joined(self.layer_ids_in_vllm)} (speculators counts so too)"),
+            ("  in vLLM", f"{_joined(self.layer_ids_in_vllm)} (same in speculators)"),
             ("block size", f"{drafts})"),
             ("mask token", str(self.mask_token_id)),
             ("vocabulary", vocabulary),
-            ("own tensors", ", ".join(owned) or "none: embedding and head are the target's"),
+            ("own tensors", ", ".join(owned) or "none: uses the target's embedding and head"),
             ("draft layers", _describe_layers(self.layers)),
-            ("width", f"{self.hidden_size}, MLP {self.intermediate_size}"),
-            ("heads", f"{self.heads}, {self.kv_heads} of keys and values, {self.head_dim} wide"),
+            ("hidden size", f"{self.hidden_size}, MLP {self.intermediate_size}"),
+            ("heads", f"{self.heads}, {self.kv_heads} key-value heads, head_dim {self.head_dim}"),
             ("rope", f"{self.rope}; up to {self.max_positions} positions"),
             ("parameters", f"{self.parameters / 1e6:,.1f} million"),
             ("size", f"{self.bytes_on_disk / 1e6:,.1f} MB in {self.dtype}"),

@@ -1,57 +1,60 @@
-"""The one error of this package: what is wrong with a checkpoint, and what to do about it."""
+"""The errors of this package: what is wrong with a checkpoint, and what to do about it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from leadout.errors import LeadoutError
+from leadout.errors import LeadoutError, printable, shown
 
-_LONGEST_SHOWN = 160
+__all__ = [
+    "MISSING",
+    "CheckpointError",
+    "Phrase",
+    "UnsupportedCheckpointError",
+    "printable",
+]
+
+WHOLE = ("file", "folder", "destination")  # fields that mean the path itself
 
 
-class Words(str):
-    """Plain words standing in for a value in an error message; shown without quotes."""
+class Phrase(str):
+    """What is wrong with a field, where its value alone would not say it: "has shape [2, 3]"."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return str(self)
+        return printable(str(self))
 
 
-NOTHING = Words("nothing")
+MISSING = Phrase("is missing")
 
 
 class CheckpointError(LeadoutError):
-    """A checkpoint that cannot be read or written as it stands.
+    """A checkpoint that cannot be read or written.
 
-    Names the file or folder, the config field or tensor, the value found, the value wanted, and
-    the remedy.
+    The message reads "PATH: FIELD is VALUE; expected EXPECTED. REMEDY"; a `Phrase` in place of the
+    value replaces "is VALUE". `field` is a config field, a tensor or a file in the folder `path`;
+    if it is one of `WHOLE`, the message is about the path itself.
     """
 
     def __init__(
-        self, path: Path | str, field: str, found: object, wanted: str, remedy: str
+        self, path: Path | str, field: str, value: object, expected: str, remedy: str
     ) -> None:
         self.path = Path(path)
         self.field = printable(field)
-        self.found = found
-        self.wanted = wanted
+        self.value = value
+        self.expected = expected
         self.remedy = remedy
-        super().__init__(f"{path}: {self.field}: found {_shown(found)}, wanted {wanted}. {remedy}")
+        super().__init__(f"{self._subject()} {self._problem()}; expected {expected}. {remedy}")
+
+    def _subject(self) -> str:
+        return str(self.path) if self.field in WHOLE else f"{self.path}: {self.field}"
+
+    def _problem(self) -> str:
+        if isinstance(self.value, Phrase):
+            return shown(self.value)
+        return "is null" if self.value is None else f"is {shown(self.value)}"
 
 
 class UnsupportedCheckpointError(CheckpointError):
-    """A checkpoint Leadout recognises, but whose computation it does not implement."""
-
-
-def _shown(value: object) -> str:
-    # An enormous or hostile value must not flood the terminal; repr also escapes what is
-    # unprintable.
-    text = printable(value) if isinstance(value, Words) else repr(value)
-    if len(text) <= _LONGEST_SHOWN:
-        return text
-    return f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
-
-
-def printable(text: str) -> str:
-    """Text from a file, made safe to show on a terminal."""
-    return text if text.isprintable() else ascii(str(text))
+    """A checkpoint of a known kind whose computation Leadout does not implement."""

@@ -1,4 +1,9 @@
-"""The fields of a speculators config.json and their types; see `speculators` for their meaning."""
+"""The speculators format: draft fields at the top level, the decoder in `transformer_layer_config`.
+
+The speculators library passes the decoder section through transformers' Qwen3Config; vLLM reads it
+without those defaults. A field for which the two assume different defaults must be in the file.
+Layer ids count from the embedding's output, so id j is the output of target layer j - 1.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +40,28 @@ from leadout.checkpoints.decoder_config import (
     require_layer_types,
     write_decoder,
 )
-from leadout.checkpoints.errors import NOTHING, CheckpointError, Words
+from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
 from leadout.checkpoints.unsupported import unsupported, without_features
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 
 KIND = "dflash"
+DECODER = "transformer_layer_config"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+_VERSION = "0.9.0"  # the version of the library whose format is written
+_DEFAULT_BLOCK_SIZE = 8  # in speculators' code
+_QWEN3_HEAD_DIM = 128
+_NAMES = FILE_NAMES | {"target_layer_ids": "aux_hidden_state_layer_ids (minus one)"}
 
 
 class Verifier(StrictFields):
-    """The target, by the format's name for it."""
+    """The target."""
 
     name_or_path: str | None = None
 
 
 class Proposal(StrictFields):
-    """How to draft; vLLM takes K from the first one."""
+    """A proposal method; vLLM takes K from the first."""
 
     speculative_tokens: Annotated[int, Field(ge=1, le=2**12)] | None = None
 
@@ -63,7 +75,7 @@ class SpeculationFields(StrictFields):
 
 
 class DecoderFields(StrictFields):
-    """`transformer_layer_config`; what has no default here must be in the file."""
+    """`transformer_layer_config`; fields without a default are required."""
 
     model_type: str = "qwen3"
     hidden_size: Width
@@ -100,23 +112,7 @@ class DraftFields(StrictFields):
     draft_vocab_size: Rows
     target_hidden_size: Width | None = None
     sliding_window_non_causal: bool | None = None
-    num_target_layers: Layers | None = None  # Leadout's own addition; other readers pass it over
-
-
-# The speculators format: draft fields at the top level, the decoder in `transformer_layer_config`.
-#
-# Two readers meet here. The speculators library passes the decoder through transformers'
-# Qwen3Config;
-# vLLM takes it raw, without those defaults. A field they would complete differently must be in the
-# file. Layer ids count from the embedding's output, so id j is the output of target layer j - 1.
-
-DECODER = "transformer_layer_config"
-EMBEDDING = "embed_tokens.weight"
-HEAD = "lm_head.weight"
-_VERSION = "0.9.0"  # of the library whose files these are
-_DEFAULT_BLOCK_SIZE = 8  # in speculators' code
-_QWEN3_HEAD_DIM = 128
-_NAMES = FILE_NAMES | {"target_layer_ids": "aux_hidden_state_layer_ids, less one"}
+    num_target_layers: Layers | None = None  # added by Leadout; other readers ignore it
 
 
 def matches(config: JsonObject) -> bool:
@@ -124,30 +120,30 @@ def matches(config: JsonObject) -> bool:
 
 
 def read(config: JsonObject, tensor_names: Collection[str], path: Path) -> ConfigReading:
-    """Understand a config.json; the tensors tell whether it brings an embedding and a head."""
+    """Read a config.json; the tensor names show whether there is an own embedding or head."""
     section = config.get(DECODER)
     if not isinstance(section, dict):
         raise CheckpointError(
             path,
             DECODER,
-            NOTHING if section is None else section,
-            "an object",
-            "Write the decoder.",
+            MISSING if section is None else section,
+            "a JSON object",
+            "Add the decoder's section.",
         )
     top = {name: value for name, value in config.items() if name != DECODER}
     draft = validated(DraftFields, without_features(top), path, "")
     decoder = validated(DecoderFields, without_features(section), path, DECODER)
     _refuse_other_algorithms(draft, path)
     notes: list[str] = []
-    kept = keep_inert(_without_decoys(draft.model_extra or {}, notes), path, "")
+    kept = keep_inert(_without_misplaced(draft.model_extra or {}, notes), path, "")
     kept |= keep_inert(decoder.model_extra, path, DECODER)
     with naming_the_file(path, _NAMES):
         drafter = _drafter_config(draft, decoder, tensor_names, path, notes)
     speculation = draft.speculators_config
-    draft_tokens = _asked_draft_tokens(speculation)
+    draft_tokens = _stated_draft_tokens(speculation)
     _require_draft_tokens(draft_tokens, drafter, path)
     if speculation is None:
-        notes.append("no speculators_config in the file: vLLM cannot recognise the format")
+        notes.append("speculators_config is missing; vLLM cannot recognise the format without it")
     return ConfigReading(
         config=drafter,
         target_name=None if speculation is None else speculation.verifier.name_or_path,
@@ -166,15 +162,15 @@ def write(
     path: Path,
 ) -> JsonObject:
     """The config.json from which both speculators and vLLM compute this drafter."""
-    _refuse_inexpressible(config, path)
+    _refuse_ignored_fields(config, path)
     _require_draft_tokens(draft_tokens, config, path)
     if not target_name:
         raise CheckpointError(
             path,
             "speculators_config.verifier.name_or_path",
-            NOTHING,
+            MISSING,
             "the target's name or path, which the format requires",
-            "Name the target with --target.",
+            "Pass it with --target.",
         )
     proposal = {
         "proposal_type": "greedy",
@@ -215,13 +211,13 @@ def _drafter_config(
     block_size = draft.block_size
     if block_size is None:
         block_size = _DEFAULT_BLOCK_SIZE
-        notes.append(f"no block_size in the file: speculators assumes {block_size}")
+        notes.append(f"block_size is missing; speculators assumes {block_size}")
     if 0 in draft.aux_hidden_state_layer_ids:
         raise unsupported(
             path,
             "aux_hidden_state_layer_ids",
             draft.aux_hidden_state_layer_ids,
-            "a drafter fed by the target's embedding output (id 0)",
+            "a drafter that reads the target's embedding output (id 0)",
         )
     kinds = _layer_types(decoder, path)
     reduced = draft.draft_vocab_size != decoder.vocab_size
@@ -256,9 +252,10 @@ def _head_dim(decoder: DecoderFields, path: Path) -> int:
     raise CheckpointError(
         path,
         f"{DECODER}.head_dim",
-        NOTHING,
-        f"a value: speculators assumes {_QWEN3_HEAD_DIM}, vLLM hidden_size / num_attention_heads",
-        "Write the field explicitly.",
+        MISSING,
+        "a value, since readers assume different ones",
+        f"Add the field: speculators assumes {_QWEN3_HEAD_DIM}, vLLM hidden_size / "
+        "num_attention_heads.",
     )
 
 
@@ -269,17 +266,17 @@ def _rope(decoder: DecoderFields, kinds: tuple[str, ...], path: Path, notes: lis
         decoder.rope_parameters,
         decoder.rope_scaling,
     )
-    if fields.says_nothing:
+    if fields.is_empty:
         raise CheckpointError(
             path,
             f"{DECODER}.rope_parameters",
-            NOTHING,
-            "a rope_theta: speculators assumes 10000, vLLM 1000000",
-            "Write the field explicitly.",
+            MISSING,
+            "a rope_theta, since readers assume different ones",
+            "Add the field: speculators assumes 10000, vLLM 1000000.",
         )
     rope = read_rope(fields, frozenset(kinds), decoder.max_position_embeddings, path, DECODER)
     if rope.fraction != 1.0:
-        notes.append("speculators ignores partial_rotary_factor; vLLM and Leadout honour it")
+        notes.append("speculators ignores partial_rotary_factor; vLLM and Leadout apply it")
     return rope
 
 
@@ -291,9 +288,9 @@ def _layer_types(decoder: DecoderFields, path: Path) -> tuple[str, ...]:
         raise CheckpointError(
             path,
             f"{DECODER}.layer_types",
-            NOTHING,
-            "a kind per layer: speculators would let some layers slide, vLLM none",
-            "Write the field explicitly.",
+            MISSING,
+            "the attention type of each layer",
+            "Add the field: without it speculators uses sliding layers, vLLM none.",
         )
     return (FULL,) * count
 
@@ -307,22 +304,23 @@ def _layers(
 ) -> tuple[LayerAttention, ...]:
     """Window and causality of each layer, as speculators trains them.
 
-    Full layers are always trained bidirectional, sliding ones when `sliding_window_non_causal`
-    says so. Since 0.6 the library always writes the flag; 0.5, which did not know it, trained every
-    layer bidirectional.
+    Full layers are always trained bidirectional, sliding layers if `sliding_window_non_causal` is
+    true. Version 0.6 and later always write the flag; 0.5 did not have it and trained every layer
+    bidirectional.
     """
     window = _window(decoder, path, notes) if SLIDING in kinds else None
     flag = draft.sliding_window_non_causal
     if flag is None and SLIDING in kinds:
         notes.append(
-            "no sliding_window_non_causal in the file: read as bidirectional, as vLLM serves it "
-            "and speculators 0.5 trained it; speculators 0.6 and later take it for causal"
+            "sliding_window_non_causal is missing: read as bidirectional, as vLLM serves it and "
+            "speculators 0.5 trained it; speculators 0.6 and later assume causal"
         )
     if flag is False and FULL in kinds:
         to = "zlab" if SLIDING in kinds else "speculators"
         notes.append(
-            "stock vLLM 0.32 serves these bidirectional full-attention layers causal, with Leadout "
-            f"they are served as trained; `leadout convert --to {to}` writes what both serve right"
+            "vLLM 0.32 alone serves these bidirectional full-attention layers as causal; Leadout "
+            f"serves them as trained. `leadout convert --to {to}` writes a file that both serve "
+            "correctly"
         )
     causal = flag is False
     return tuple(
@@ -336,49 +334,49 @@ def _window(decoder: DecoderFields, path: Path, notes: list[str]) -> int:
         raise CheckpointError(
             path,
             f"{DECODER}.sliding_window",
-            NOTHING,
+            MISSING,
             "the window of the sliding layers",
-            "Write the field explicitly.",
+            "Add the field.",
         )
     if decoder.use_sliding_window is False:
         raise CheckpointError(
             path,
             f"{DECODER}.use_sliding_window",
             False,
-            f"true, as layers slide with a window of {decoder.sliding_window}",
+            f"true, since layers have a sliding window of {decoder.sliding_window}",
             "Correct it, or make the layers full_attention.",
         )
     if decoder.use_sliding_window is None:
         notes.append(
-            "no use_sliding_window in the file: speculators may attend without the window of "
-            f"{decoder.sliding_window}, vLLM windows; `leadout convert` writes it"
+            "use_sliding_window is missing: speculators may ignore the window of "
+            f"{decoder.sliding_window}, vLLM applies it; `leadout convert` adds the field"
         )
     return decoder.sliding_window
 
 
-def _asked_draft_tokens(speculation: SpeculationFields | None) -> int | None:
+def _stated_draft_tokens(speculation: SpeculationFields | None) -> int | None:
     if speculation is None or not speculation.proposal_methods:
         return None
     return speculation.proposal_methods[0].speculative_tokens
 
 
-def _require_draft_tokens(asked: int | None, config: DrafterConfig, path: Path) -> None:
-    if asked is not None and not 1 <= asked <= config.max_draft_tokens:
+def _require_draft_tokens(stated: int | None, config: DrafterConfig, path: Path) -> None:
+    if stated is not None and not 1 <= stated <= config.max_draft_tokens:
         raise CheckpointError(
             path,
             "speculators_config.proposal_methods.0.speculative_tokens",
-            asked,
-            f"1..{config.max_draft_tokens}, the slots of a block after its anchor",
-            "Correct it; vLLM takes it as the number of tokens to draft.",
+            stated,
+            f"1 to {config.max_draft_tokens}, the block size minus the anchor",
+            "Correct it; vLLM uses it as the number of tokens to draft.",
         )
 
 
-def _without_decoys(extras: JsonObject, notes: list[str]) -> JsonObject:
-    """Drop decoder fields outside the decoder's section, which no reader looks at."""
-    decoys = sorted(name for name in extras if name in DecoderFields.model_fields)
-    if decoys:
-        notes.append(f"ignored outside {DECODER}, as every reader does: {', '.join(decoys)}")
-    return {name: value for name, value in extras.items() if name not in decoys}
+def _without_misplaced(extras: JsonObject, notes: list[str]) -> JsonObject:
+    """Drop decoder fields outside the decoder's section, which no reader uses."""
+    misplaced = sorted(name for name in extras if name in DecoderFields.model_fields)
+    if misplaced:
+        notes.append(f"ignored outside of {DECODER}, as in every reader: {', '.join(misplaced)}")
+    return {name: value for name, value in extras.items() if name not in misplaced}
 
 
 def _refuse_other_algorithms(draft: DraftFields, path: Path) -> None:
@@ -403,25 +401,25 @@ def _non_causal_flag(config: DrafterConfig, path: Path) -> bool:
     raise CheckpointError(
         path,
         "sliding_window_non_causal",
-        Words("causal layers next to bidirectional ones, or causal full-attention layers"),
+        Phrase("cannot express this mix of causal and bidirectional layers"),
         "all layers bidirectional, or all of them sliding and causal",
-        "The format cannot hold this drafter so that vLLM serves it as trained; keep z-lab's.",
+        "In this format vLLM would not serve the drafter as trained; keep z-lab's format.",
     )
 
 
-def _refuse_inexpressible(config: DrafterConfig, path: Path) -> None:
-    unread = {
+def _refuse_ignored_fields(config: DrafterConfig, path: Path) -> None:
+    ignored = {
         "partial_rotary_factor": config.rope.fraction != 1.0,
         "input_embedding_scale": config.embedding_scale != 1.0,
         "output_multiplier": config.logit_multiplier != 1.0,
         "final_logit_softcapping": config.logit_softcap is not None,
     }
-    for field, used in unread.items():
+    for field, used in ignored.items():
         if used:
             raise CheckpointError(
                 path,
                 field,
-                Words("in use"),
-                "nothing that speculators would pass over",
+                Phrase("is used by this drafter"),
+                "none, since speculators ignores it",
                 "Keep z-lab's format.",
             )

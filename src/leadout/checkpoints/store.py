@@ -1,7 +1,7 @@
-"""The files of a checkpoint folder: config.json and safetensors, read lazily, written safely.
+"""The files of a checkpoint folder: config.json and safetensors, read lazily, written atomically.
 
 Pickled weights are never opened. Links are followed only inside the folder, or into the blob store
-next to it that the Hugging Face cache uses.
+of the Hugging Face cache next to it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import Tensor
 
 from leadout.checkpoints.config_fields import JsonObject, read_json_object
 from leadout.checkpoints.errors import (
-    NOTHING,
+    MISSING,
     CheckpointError,
+    Phrase,
     UnsupportedCheckpointError,
-    Words,
 )
-from leadout.files import replacing
+from leadout.files import replacing, write_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MASK_EMBEDDING = "mask_embedding.pt"
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-_MOST_SHARDS = 1000
+_MAX_SHARDS = 1000
 _DOWNLOAD_AGAIN = "Download the checkpoint again."
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and what it claims to be, from the file's header."""
+    """A tensor's file, type and shape, from the file's header."""
 
     file: Path
     name: str  # as in the file
@@ -52,9 +52,9 @@ def read_config(folder: Path) -> JsonObject:
         raise CheckpointError(
             folder,
             "folder",
-            Words("a file") if folder.exists() else NOTHING,
+            Phrase("is a file" if folder.exists() else "does not exist"),
             f"a local folder with {CONFIG} and {WEIGHTS}",
-            "Give a path; a checkpoint on the Hugging Face hub is fetched with `hf download NAME`.",
+            "Check the path; `hf download NAME` fetches a checkpoint from the Hugging Face hub.",
         )
     return read_json_object(_regular_file(folder, CONFIG))
 
@@ -77,7 +77,7 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
         raise CheckpointError(
             folder / INDEX,
             name,
-            Words(f"in the index only ({shard})" if in_index else f"in {shard} only"),
+            Phrase(f"is only in the index ({shard})" if in_index else f"is only in {shard}"),
             "the same tensors in the index and in the shards",
             _DOWNLOAD_AGAIN,
         )
@@ -85,37 +85,36 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
 
 
 def read_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Load tensors one by one, under the names of the mapping; each owns its memory."""
+    """Load tensors one by one, under the names of the mapping, as copies in memory."""
     for file in sorted({tensor.file for tensor in tensors.values()}):
         with _opened(file) as opened:
             for name, tensor in tensors.items():
                 if tensor.file == file:
-                    # Without the copy the tensor would stay a view of a file that may change.
+                    # Without the copy the tensor is a view of a file that may change.
                     yield name, opened.get_tensor(tensor.name).clone()
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: JsonObject) -> None:
-    """Write a checkpoint; config.json comes last, so a folder that has it is complete."""
+    """Write a checkpoint; config.json is written last, so a folder with one is complete."""
     refuse_existing(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(folder / WEIGHTS) as temporary:
         save_file(contiguous, temporary, metadata={"format": "pt"})
-    with replacing(folder / CONFIG) as temporary:
-        temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def refuse_existing(folder: Path) -> None:
-    """A destination may be new or an empty folder, nothing else."""
+    """Require a destination that does not exist or is an empty folder."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists():
         raise CheckpointError(
             folder,
             "destination",
-            Words("files in it" if folder.is_dir() else "a file"),
+            Phrase("is not empty" if folder.is_dir() else "is a file"),
             "a new or empty folder",
-            "Choose another destination, or remove this one yourself.",
+            "Choose another folder, or remove this one first.",
         )
 
 
@@ -125,11 +124,11 @@ def _regular_file(folder: Path, name: str) -> Path:
         mode = path.stat().st_mode
     except OSError:
         raise CheckpointError(
-            folder, name, NOTHING, "a readable file", "Check the path, or download it again."
+            folder, name, MISSING, "a readable file", "Check the path, or download it again."
         ) from None
-    if not stat.S_ISREG(mode):  # opening a pipe or a device could block for ever
+    if not stat.S_ISREG(mode):  # opening a pipe or a device could block forever
         raise CheckpointError(
-            folder, name, Words("no regular file"), "a regular file", _DOWNLOAD_AGAIN
+            folder, name, Phrase("is a pipe, device or folder"), "a regular file", _DOWNLOAD_AGAIN
         )
     real, home = path.resolve(), folder.resolve()
     blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
@@ -137,8 +136,8 @@ def _regular_file(folder: Path, name: str) -> Path:
         raise CheckpointError(
             folder,
             name,
-            Words(f"a link to {real}"),
-            "a file inside the checkpoint's folder",
+            Phrase(f"is a link to {real}"),
+            "a file inside the folder",
             "Copy the file into the folder if you trust it.",
         )
     return path
@@ -149,20 +148,20 @@ def _refuse_pickled_weights(folder: Path) -> None:
         raise UnsupportedCheckpointError(
             folder,
             MASK_EMBEDDING,
-            Words("a mask embedding in a pickle file"),
-            "no such file: the mask token's row of the target's embedding",
-            "A trained mask embedding is not implemented, and pickles are never opened.",
+            Phrase("is a trained mask embedding in a pickle file"),
+            "a drafter that uses the mask token's row of the target's embedding",
+            "Leadout does not support trained mask embeddings and never opens pickle files.",
         )
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
-        return  # pickles next to safetensors are read by no one
+        return  # no reader opens pickles next to safetensors
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if pickled:
         raise UnsupportedCheckpointError(
             folder,
             pickled[0],
-            Words("pickled weights"),
+            Phrase("has pickled weights"),
             WEIGHTS,
-            "A pickle can run code when opened. Convert it to safetensors where you trust it.",
+            "A pickle can run code when it is opened; convert it to safetensors if you trust it.",
         )
 
 
@@ -172,18 +171,18 @@ def _refuse_stray_weights(folder: Path, known: set[str]) -> None:
         raise CheckpointError(
             folder,
             min(stray),
-            Words("weights outside the checkpoint"),
-            f"no safetensors files but {', '.join(sorted(known))}",
-            "vLLM would load this file too; move it elsewhere or rename it.",
+            Phrase("is not part of the checkpoint"),
+            f"no safetensors files other than {', '.join(sorted(known))}",
+            "vLLM would load this file too; move or rename it.",
         )
 
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = _regular_file(folder, INDEX)
-    shard_of = read_json_object(path).get("weight_map")
+    shard_of = read_json_object(path).get("weight_map", MISSING)
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(
-            path, "weight_map", shard_of, "an object from tensors to files", _DOWNLOAD_AGAIN
+            path, "weight_map", shard_of, "a JSON object from tensor to file names", _DOWNLOAD_AGAIN
         )
     for tensor, shard in shard_of.items():
         # Only a bare file name stays in the folder: no separator, no drive, no "..".
@@ -194,14 +193,14 @@ def _read_index(folder: Path) -> dict[str, str]:
                 f"weight_map.{tensor}",
                 shard,
                 "the bare name of a .safetensors file in the same folder",
-                "Do not use this checkpoint: its index points elsewhere.",
+                "Do not use this checkpoint: its index points outside the folder.",
             )
-    if len(set(shard_of.values())) > _MOST_SHARDS:
+    if len(set(shard_of.values())) > _MAX_SHARDS:
         raise CheckpointError(
             path,
             "weight_map",
-            Words(f"{len(set(shard_of.values()))} files"),
-            f"at most {_MOST_SHARDS}",
+            Phrase(f"lists {len(set(shard_of.values()))} files"),
+            f"at most {_MAX_SHARDS}",
             _DOWNLOAD_AGAIN,
         )
     return shard_of
@@ -218,7 +217,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; it checks that the header's tensors fill the file exactly."""
+    """An open safetensors file; opening checks that the tensors in its header fill it exactly."""
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
@@ -226,7 +225,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(
             path,
             "file",
-            Words(str(problem)),
-            "a whole safetensors file",
+            Phrase(f"cannot be read ({problem})"),
+            "a complete safetensors file",
             _DOWNLOAD_AGAIN,
         ) from None

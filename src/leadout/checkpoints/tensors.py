@@ -1,6 +1,6 @@
-"""A drafter's tensors: which there must be, which a file has, and whether they can be used.
+"""A drafter's tensors: the expected names and shapes, those in a file, and whether they are usable.
 
-`Drafter` itself, built without memory, is the only list of names and shapes.
+The expected names and shapes come from a `Drafter` built on the meta device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leadout.checkpoints.errors import NOTHING, CheckpointError, Words
+from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
 from leadout.checkpoints.store import StoredTensor, read_tensors
-from leadout.checkpoints.unsupported import relative_of_tensor, unsupported
+from leadout.checkpoints.unsupported import unsupported, unsupported_tensor
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 
-DRAFT_TO_TARGET = "d2t"  # draft id i stands for target id i + d2t[i]
+DRAFT_TO_TARGET = "d2t"  # draft id i is target id i + d2t[i]
 TARGET_TO_DRAFT = "t2d"  # true at the target ids that are in the draft vocabulary
 VERIFIER_COPIES = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
 _WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -49,16 +49,16 @@ class Inventory:
 
 
 def by_drafter_name(tensors: Iterable[StoredTensor], path: Path) -> dict[str, StoredTensor]:
-    """The tensors by the names of `Drafter`: a prefix some tools add is dropped."""
+    """The tensors by their names in `Drafter`, without the prefix that some tools add."""
     named: dict[str, StoredTensor] = {}
     for tensor in tensors:
-        what = relative_of_tensor(tensor.name)
+        what = unsupported_tensor(tensor.name)
         if what is not None:
-            raise unsupported(path, tensor.name, Words("such a tensor"), what)
+            raise unsupported(path, tensor.name, Phrase("is in the weights"), what)
         name = tensor.name.removeprefix(_PREFIX)
         if name in named:
             raise CheckpointError(
-                path, name, Words("the tensor twice"), "every tensor once", _DOWNLOAD_AGAIN
+                path, name, Phrase("is stored twice"), "every tensor once", _DOWNLOAD_AGAIN
             )
         named[name] = tensor
     return named
@@ -70,7 +70,7 @@ def take_inventory(
     path: Path,
     ignorable: frozenset[str] = frozenset(),
 ) -> Inventory:
-    """Check the file's tensors against the config, from headers alone."""
+    """Check the file's tensors against the config, without loading them."""
     _require_layer_count(named, config, path)
     expected = expected_shapes(config)
     if config.draft_vocab_size is not None and TARGET_TO_DRAFT in named:
@@ -90,14 +90,14 @@ def take_inventory(
 
 
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors this drafter has."""
+    """Names and shapes of this drafter's tensors."""
     with torch.device("meta"):
         state = Drafter(config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def load_tensors(inventory: Inventory, config: DrafterConfig, path: Path) -> dict[str, Tensor]:
-    """All tensors of the drafter as they are in the file, each of them usable."""
+    """Load all tensors of the drafter as stored, and validate their values."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in read_tensors(inventory.drafter):
         require_finite(name, tensor, path)
@@ -114,7 +114,7 @@ def load_tensors(inventory: Inventory, config: DrafterConfig, path: Path) -> dic
 def by_checked_name(
     weights: Iterable[tuple[str, Tensor]], config: DrafterConfig, path: Path
 ) -> dict[str, Tensor]:
-    """Tensors from anywhere by the names of `Drafter`: all of them, each usable, and no others."""
+    """Tensors from any source by their names in `Drafter`: complete, valid, and no others."""
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in weights}
     for name in (*VERIFIER_COPIES, TARGET_TO_DRAFT):
         tensors.pop(name, None)
@@ -123,15 +123,15 @@ def by_checked_name(
 
 
 def require_weights(tensors: Mapping[str, Tensor], config: DrafterConfig, path: Path) -> None:
-    """Tensors about to be written must be what a reader will want."""
+    """Require exactly the tensors of this config, with valid types and values."""
     expected = expected_shapes(config)
     _require_names(tensors, expected, path)
     for name, tensor in tensors.items():
         _require_shape(name, tuple(tensor.shape), expected[name], path)
-        wanted = [torch.int64] if name == DRAFT_TO_TARGET else list(_WEIGHT_DTYPES.values())
-        if tensor.dtype not in wanted:
+        allowed = [torch.int64] if name == DRAFT_TO_TARGET else list(_WEIGHT_DTYPES.values())
+        if tensor.dtype not in allowed:
             raise CheckpointError(
-                path, name, tensor.dtype, f"one of {wanted}", "Convert the tensor first."
+                path, name, tensor.dtype, f"one of {allowed}", "Convert the tensor first."
             )
         require_finite(name, tensor, path)
     if config.draft_vocab_size is not None:
@@ -144,24 +144,24 @@ def require_finite(name: str, tensor: Tensor, path: Path) -> None:
         raise CheckpointError(
             path,
             name,
-            Words(f"{bad} of {tensor.numel()} values that are NaN or infinite"),
+            Phrase(f"has {bad} of {tensor.numel()} values that are NaN or infinite"),
             "finite values",
-            "Download the checkpoint again, or train it anew.",
+            "Download the checkpoint again, or retrain the drafter.",
         )
 
 
 def require_vocabulary(
     draft_to_target: Tensor, target_to_draft: Tensor | None, vocab_size: int, path: Path
 ) -> None:
-    """Every draft id must stand for a target id of its own; both tensors must agree."""
+    """Require that draft ids map to distinct target ids and that both tensors agree."""
     targets = torch.arange(len(draft_to_target)) + draft_to_target
     outside = targets[(targets < 0) | (targets >= vocab_size)]
     if len(outside):
         raise CheckpointError(
             path,
             DRAFT_TO_TARGET,
-            Words(f"target id {int(outside[0])}"),
-            f"target ids in 0..{vocab_size - 1}",
+            Phrase(f"contains target id {int(outside[0])}"),
+            f"target ids from 0 to {vocab_size - 1}",
             _DOWNLOAD_AGAIN,
         )
     marks = target_marks(draft_to_target, vocab_size)
@@ -169,8 +169,8 @@ def require_vocabulary(
         raise CheckpointError(
             path,
             DRAFT_TO_TARGET,
-            Words("several draft ids for one target id"),
-            "a target id of its own for every draft id",
+            Phrase("maps several draft ids to one target id"),
+            "a different target id for every draft id",
             _DOWNLOAD_AGAIN,
         )
     if target_to_draft is not None and not torch.equal(marks, target_to_draft):
@@ -178,14 +178,14 @@ def require_vocabulary(
         raise CheckpointError(
             path,
             TARGET_TO_DRAFT,
-            Words(f"{differing} target ids marked differently"),
-            f"true exactly at the targets of {DRAFT_TO_TARGET}",
+            Phrase(f"differs from {DRAFT_TO_TARGET} at {differing} target ids"),
+            f"true exactly at the target ids of {DRAFT_TO_TARGET}",
             _DOWNLOAD_AGAIN,
         )
 
 
 def target_marks(draft_to_target: Tensor, vocab_size: int) -> Tensor:
-    """`t2d` as it follows from `d2t`: [vocab_size], true at the ids that can be drafted."""
+    """`t2d` computed from `d2t`: [vocab_size], true at the ids that can be drafted."""
     marks = torch.zeros(vocab_size, dtype=torch.bool)
     marks[torch.arange(len(draft_to_target)) + draft_to_target] = True
     return marks
@@ -202,7 +202,7 @@ def _require_layer_count(
             path,
             "num_hidden_layers",
             config.num_layers,
-            f"{layers}, the layers in the weights",
+            f"{layers}, the number of layers in the weights",
             "Correct the config, or download the checkpoint again.",
         )
 
@@ -213,46 +213,50 @@ def _require_names(found: Mapping[str, object], expected: Mapping[str, object], 
         raise CheckpointError(
             path,
             missing[0],
-            NOTHING,
-            f"this tensor ({len(missing)} missing in all)",
+            MISSING,
+            f"all tensors of the drafter ({len(missing)} missing in total)",
             _DOWNLOAD_AGAIN,
         )
     if extra:
         raise CheckpointError(
             path,
             extra[0],
-            Words("a tensor that is no part of the drafter"),
-            f"no such tensor ({len(extra)} too many in all)",
-            "Remove it if you know that no reader computes with it.",
+            Phrase("is not a tensor of this drafter"),
+            f"only tensors of the drafter ({len(extra)} extra in total)",
+            "Remove it if you are sure that no reader uses it.",
         )
 
 
-def _require_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], path: Path) -> None:
-    if found != wanted:
+def _require_shape(
+    name: str, found: tuple[int, ...], expected: tuple[int, ...], path: Path
+) -> None:
+    if found != expected:
         raise CheckpointError(
             path,
             name,
-            Words(f"shape {list(found)}"),
-            f"shape {list(wanted)}, as the config says",
-            "Config and weights are not of the same drafter; download the checkpoint again.",
+            Phrase(f"has shape {list(found)}"),
+            f"shape {list(expected)} according to the config",
+            "Config and weights belong to different drafters; download the checkpoint again.",
         )
 
 
 def _require_dtype(name: str, found: str, path: Path) -> None:
-    wanted = _OTHER_DTYPES.get(name)
-    if wanted is not None and found != wanted:
-        raise CheckpointError(path, name, found, wanted, _DOWNLOAD_AGAIN)
-    if wanted is None and found not in _WEIGHT_DTYPES:
-        raise unsupported(path, name, found, f"a tensor of type {found}: a quantized drafter")
+    expected = _OTHER_DTYPES.get(name)
+    if expected is not None and found != expected:
+        raise CheckpointError(
+            path, name, Phrase(f"has type {found}"), f"type {expected}", _DOWNLOAD_AGAIN
+        )
+    if expected is None and found not in _WEIGHT_DTYPES:
+        raise unsupported(path, name, Phrase(f"has type {found}"), "a quantized drafter")
 
 
 def _notes(
     tensors: Mapping[str, StoredTensor], sizes: Counter[torch.dtype], dtype: torch.dtype
 ) -> Iterable[str]:
     if any(tensor.name != name for name, tensor in tensors.items()):
-        yield "tensor names begin with `model.`, which vLLM cannot load; `leadout convert` drops it"
+        yield "tensor names start with `model.`, which vLLM cannot load; `leadout convert` drops it"
     if len(sizes) > 1:
         kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in sizes))
         yield f"weights of several types ({kinds})"
     if dtype == torch.float16:
-        yield "float16 overflows where target states are fused; load it as bfloat16 or float32"
+        yield "float16 overflows when target states are fused; load it as bfloat16 or float32"

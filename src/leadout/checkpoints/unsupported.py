@@ -1,4 +1,4 @@
-"""Checkpoints close to DFlash that compute something else: recognised, named and refused."""
+"""Recognises checkpoints of DFlash's successors and relatives, which Leadout does not implement."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from leadout.checkpoints.errors import UnsupportedCheckpointError
 
 _DFLASH2 = "DFlash 2, which adds convolutions and a candidate selector"
 _DSPARK = "DSpark, which samples from the anchor and adds a Markov head"
-_LAGUNA = "a Laguna drafter, which gates its heads and norms every tapped layer by itself"
+_LAGUNA = "a Laguna drafter, which gates its heads and normalizes every tapped layer separately"
 _MUSE = "a Muse Glimmer assistant, which has its own tensor names and embedding rule"
 _EAGLE = "EAGLE, which drafts one token after another"
 _SINKS = "attention sinks"
 _QUANTIZED = "a quantized drafter"
 
-# A piece of the architecture's name, in the order to look for them.
+# By a part of the architecture's name; the first match counts.
 _ARCHITECTURES = {
     "DFlash2": _DFLASH2,
     "DSpark": _DSPARK,
@@ -41,10 +41,10 @@ _SPECULATORS_TYPES = {
 
 class _Feature(NamedTuple):
     what: str
-    harmless: tuple[object, ...] = ()  # values that switch it off; null always does
+    harmless: tuple[object, ...] = ()  # values that disable it; null always does
 
 
-# These are looked for in every section of a config, since readers disagree about the place.
+# Searched in every section of a config, since readers expect them in different places.
 _FEATURES = {
     "conv_kernel_size": _Feature(_DFLASH2),
     "conv_group_size": _Feature(_DFLASH2),
@@ -53,8 +53,8 @@ _FEATURES = {
     "markov_rank": _Feature(_DSPARK),
     "markov_head_type": _Feature(_DSPARK),
     "enable_confidence_head": _Feature(_DSPARK, (False,)),
-    "sample_from_anchor": _Feature("blocks whose anchor slot predicts too (DSpark)", (False,)),
-    "projector_type": _Feature("another projector than DFlash's", ("dflash",)),
+    "sample_from_anchor": _Feature("blocks whose anchor slot also predicts (DSpark)", (False,)),
+    "projector_type": _Feature("a projector other than DFlash's", ("dflash",)),
     "attention_mode": _Feature("latent attention", ("gqa", "mha")),
     "attention_sink_bias": _Feature(_SINKS, (False,)),
     "add_swa_attention_sink_bias": _Feature(_SINKS, (False,)),
@@ -65,15 +65,17 @@ _FEATURES = {
     "is_neox_style": _Feature("interleaved rotary embedding", (True,)),
     "rope_is_neox_style": _Feature("interleaved rotary embedding", (True,)),
     "use_aux_hidden_state": _Feature("a drafter without tapped target layers", (True,)),
-    "logit_scale": _Feature("scaled logits that vLLM applies and z-lab's code does not", (1, 1.0)),
-    "hidden_act": _Feature("another activation than SiLU", ("silu",)),
+    "logit_scale": _Feature(
+        "scaled logits, which vLLM applies and z-lab's code does not", (1, 1.0)
+    ),
+    "hidden_act": _Feature("an activation other than SiLU", ("silu",)),
     "eagle_config": _Feature(_EAGLE, ({},)),
     "per_layer_config": _Feature("layers of different sizes", ({},)),
     "quantization_config": _Feature(_QUANTIZED, ({},)),
     "compression_config": _Feature(_QUANTIZED, ({},)),
 }
 
-# A piece of a tensor's name that gives a relative away.
+# By a part of a tensor's name.
 _TENSORS = {
     "attention_conv.": _DFLASH2,
     "mlp_conv.": _DFLASH2,
@@ -97,8 +99,8 @@ _TENSORS = {
 }
 
 
-def refuse_relatives(config: JsonObject, path: Path) -> None:
-    """Refuse a config whose architecture, declared type or fields are those of a relative."""
+def refuse_unsupported(config: JsonObject, path: Path) -> None:
+    """Refuse a config with the architecture, type or fields of another kind of drafter."""
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         for piece, what in _ARCHITECTURES.items():
@@ -115,12 +117,12 @@ def refuse_relatives(config: JsonObject, path: Path) -> None:
 
 
 def without_features(section: JsonObject) -> JsonObject:
-    """The section without the fields of relatives, which are switched off once not refused."""
+    """The section without the fields of other kinds of drafters, all of them disabled."""
     return {name: value for name, value in section.items() if name not in _FEATURES}
 
 
-def relative_of_tensor(name: str) -> str | None:
-    """What a tensor of this name belongs to, when it is not part of a DFlash drafter."""
+def unsupported_tensor(name: str) -> str | None:
+    """The unsupported feature that a tensor of this name belongs to, if any."""
     return next((what for piece, what in _TENSORS.items() if piece in name), None)
 
 
@@ -130,7 +132,7 @@ def unsupported(path: Path, field: str, found: object, what: str) -> Unsupported
         field,
         found,
         "a plain DFlash drafter",
-        f"This is {what}; Leadout does not implement it. Use another drafter.",
+        f"Leadout does not support {what}; use another drafter.",
     )
 
 

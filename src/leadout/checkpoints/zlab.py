@@ -1,4 +1,8 @@
-"""The fields of z-lab's config.json and their types; see `zlab` for what they mean together."""
+"""z-lab's format: a Qwen3 config with a `dflash_config` section, read by `dflash` and by vLLM.
+
+Both readers pass the file through transformers' Qwen3Config, so its defaults are the defaults of
+this format. Draft fields are in `dflash_config` or, in older files, at the top level.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,13 @@ from leadout.checkpoints.decoder_config import (
     require_layer_types,
     write_decoder,
 )
-from leadout.checkpoints.errors import NOTHING, CheckpointError
+from leadout.checkpoints.errors import MISSING, CheckpointError
 from leadout.checkpoints.unsupported import unsupported, without_features
 from leadout.dflash.config import DrafterConfig, LayerAttention
 
+ARCHITECTURE = "DFlashDraftModel"
 DEFAULT_WINDOW = 4096  # in Qwen3Config
+_DEFAULT_BLOCK_SIZE = 16  # in z-lab's code
 
 
 class DraftFields(StrictFields, extra="forbid"):
@@ -61,7 +67,7 @@ class DraftFields(StrictFields, extra="forbid"):
 
 
 class ModelFields(StrictFields):
-    """The top level; a default is the one of Qwen3Config."""
+    """The top level; the defaults are those of Qwen3Config."""
 
     model_type: str = "qwen3"
     hidden_size: Width = 4096
@@ -99,19 +105,11 @@ class ModelFields(StrictFields):
     eagle_aux_hidden_state_layer_ids: LayerIds | None = None
 
 
-# Absent, these silently take a default that the tensors or nobody can confirm.
+# If absent, these take a default, which a note then reports.
 WORTH_STATING = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size",
 )  # fmt: skip
-
-# z-lab's format: a Qwen3 config with a `dflash_config`, read by `dflash` and by vLLM.
-#
-# Both readers pass the file through transformers' Qwen3Config, so its defaults are this format's
-# defaults. Draft fields may lie in `dflash_config` or, in older files, at the top level.
-
-ARCHITECTURE = "DFlashDraftModel"
-_DEFAULT_BLOCK_SIZE = 16  # in z-lab's code
 
 
 def matches(config: JsonObject) -> bool:
@@ -123,10 +121,10 @@ def matches(config: JsonObject) -> bool:
 
 
 def read(config: JsonObject, path: Path) -> ConfigReading:
-    """Understand a config.json in z-lab's format."""
+    """Read a config.json in z-lab's format."""
     section = config.get("dflash_config") or {}
     if not isinstance(section, dict):
-        raise CheckpointError(path, "dflash_config", section, "an object", "Correct the field.")
+        raise CheckpointError(path, "dflash_config", section, "a JSON object", "Correct the field.")
     top = {name: value for name, value in config.items() if name != "dflash_config"}
     model = validated(ModelFields, without_features(top), path, "")
     draft = validated(DraftFields, without_features(section), path, "dflash_config")
@@ -145,17 +143,17 @@ def read(config: JsonObject, path: Path) -> ConfigReading:
 
 
 def write(config: DrafterConfig, dtype: str, kept: JsonObject, path: Path) -> JsonObject:
-    """The config.json that makes `dflash` and vLLM compute this drafter."""
+    """The config.json from which `dflash` and vLLM compute this drafter."""
     _refuse_own_vocabulary(config, path)
     if config.target_num_layers is None:
-        # z-lab's class reads the field even when the layer ids are given, and fails without it;
-        # a made-up number would mislead whoever checks the drafter against its target.
+        # z-lab's class fails without this field, even if the layer ids are given. An invented
+        # number would mislead checks of the drafter against its target.
         raise CheckpointError(
             path,
             "num_target_layers",
-            NOTHING,
-            "the number of the target's layers, which z-lab's code requires",
-            "Name the target's local folder with --target.",
+            MISSING,
+            "the number of target layers, which z-lab's code requires",
+            "Pass the target's local folder with --target.",
         )
     draft: JsonObject = {
         "mask_token_id": config.mask_token_id,
@@ -190,22 +188,22 @@ def _drafter_config(
     mask_token_id = agreed(path, "mask_token_id", draft.mask_token_id, model.mask_token_id)
     if mask_token_id is None:
         raise CheckpointError(
-            path, "dflash_config.mask_token_id", NOTHING, "a token id", "Write it explicitly."
+            path, "dflash_config.mask_token_id", MISSING, "a token id", "Add the field."
         )
     block_size = agreed(path, "block_size", draft.block_size, model.block_size)
     if block_size is None:
         block_size = _DEFAULT_BLOCK_SIZE
-        notes.append(f"no block_size in the file: z-lab's code assumes {block_size}")
+        notes.append(f"block_size is missing; z-lab's code assumes {block_size}")
     embedding_scale, multiplier, softcap = _scalings(model, draft, path, notes)
     rope = RopeFields(
         model.rope_theta, model.partial_rotary_factor, model.rope_parameters, model.rope_scaling
     )
-    if rope.says_nothing:
-        notes.append("no rope field in the file: readers assume theta 10000")
+    if rope.is_empty:
+        notes.append("rope_theta is missing; readers assume 10000")
     kinds = _layer_types(model, path)
     drafter_rope = read_rope(rope, frozenset(kinds), model.max_position_embeddings, path, "")
     if drafter_rope.fraction != 1.0:
-        notes.append("z-lab's own code ignores partial_rotary_factor; vLLM and Leadout honour it")
+        notes.append("z-lab's own code ignores partial_rotary_factor; vLLM and Leadout apply it")
     return DrafterConfig(
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
@@ -242,26 +240,26 @@ def _layer_ids(
             raise CheckpointError(
                 path,
                 "dflash_config.target_layer_ids",
-                NOTHING,
-                "the target layers that feed the drafter",
-                "Write them explicitly; id i is the output of target layer i.",
+                MISSING,
+                "the target layers whose outputs the drafter reads",
+                "Add the field; id i is the output of target layer i.",
             )
         ids = _spread_layer_ids(num_target_layers, model.num_hidden_layers)
-        notes.append(f"no target_layer_ids in the file: z-lab's code assumes {ids}")
+        notes.append(f"target_layer_ids is missing; z-lab's code assumes {ids}")
     shifted = model.eagle_aux_hidden_state_layer_ids
     if shifted is not None and shifted != [i + 1 for i in ids]:
         raise CheckpointError(
             path,
             "eagle_aux_hidden_state_layer_ids",
             shifted,
-            f"target_layer_ids plus one: {[i + 1 for i in ids]}",
-            "vLLM follows this list and z-lab's code the other; correct or remove it.",
+            f"{[i + 1 for i in ids]}, which is target_layer_ids plus one",
+            "vLLM reads this list and z-lab's code the other; correct or remove it.",
         )
     return tuple(ids)
 
 
 def _spread_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
-    """The ids z-lab's code assumes: evenly from layer 1 to the third last."""
+    """The default ids in z-lab's code: evenly spaced from layer 1 to the third last."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -283,13 +281,16 @@ def _layers(
 ) -> tuple[LayerAttention, ...]:
     """Window and causality of each layer.
 
-    Causality: a top-level `is_causal` rules all layers for both readers; then
-    `dflash_config.causal`, which only vLLM knows; else sliding layers are causal and full ones not.
-    `use_swa`, which only vLLM knows, makes every layer slide without making it causal.
+    Causality: a top-level `is_causal` applies to all layers in both readers; next comes
+    `dflash_config.causal`, which only vLLM reads; otherwise sliding layers are causal and full ones
+    bidirectional. `use_swa`, which only vLLM reads, makes every layer slide, but not causal.
     """
     forced = bool(draft.use_swa) and SLIDING not in kinds
     if forced:
-        notes.append("z-lab's own code ignores use_swa and attends fully; vLLM and Leadout slide")
+        notes.append(
+            "z-lab's own code ignores use_swa and uses full attention; vLLM and Leadout apply "
+            "the window"
+        )
     slides = [forced or kind == SLIDING for kind in kinds]
     window = _window(model, draft, path, notes) if any(slides) else None
     causal = [kind == SLIDING for kind in kinds]
@@ -297,9 +298,7 @@ def _layers(
         causal = [model.is_causal] * len(kinds)
     elif draft.causal is not None:
         if causal != [draft.causal] * len(kinds):
-            notes.append(
-                "z-lab's own code ignores dflash_config.causal; vLLM and Leadout honour it"
-            )
+            notes.append("z-lab's own code ignores dflash_config.causal; vLLM and Leadout apply it")
         causal = [draft.causal] * len(kinds)
     return tuple(
         LayerAttention(window=window if slide else None, causal=is_causal)
@@ -313,25 +312,25 @@ def _window(model: ModelFields, draft: DraftFields, path: Path, notes: list[str]
         path, "sliding_window", draft.swa_window_size, model.sliding_window if stated else None
     )
     if window is None and model.use_sliding_window and not stated:
-        notes.append(f"no sliding_window in the file: readers assume {DEFAULT_WINDOW}")
+        notes.append(f"sliding_window is missing; readers assume {DEFAULT_WINDOW}")
         return DEFAULT_WINDOW
     if window is None:
         raise CheckpointError(
-            path, "sliding_window", NOTHING, "the window of the sliding layers", "Write it."
+            path, "sliding_window", MISSING, "the window of the sliding layers", "Add the field."
         )
     if draft.swa_window_size is None and model.use_sliding_window is False:
         raise CheckpointError(
             path,
             "use_sliding_window",
             False,
-            f"true, as layers slide with a window of {window}",
+            f"true, since layers have a sliding window of {window}",
             "Correct it, or make the layers full_attention.",
         )
     if not model.use_sliding_window and not (draft.use_swa and draft.swa_window_size):
-        vllm = "refuses to start" if draft.swa_window_size is None else "windows"
+        vllm = "refuses to start" if draft.swa_window_size is None else "applies it"
         notes.append(
-            f"use_sliding_window is not true: z-lab's code then attends without the window of "
-            f"{window} and vLLM {vllm}; `leadout convert --to zlab` writes it"
+            f"use_sliding_window is not true: z-lab's code ignores the window of {window}, vLLM "
+            f"{vllm}; `leadout convert --to zlab` adds the field"
         )
     return window
 
@@ -352,7 +351,7 @@ def _scalings(
     in_use = {
         "input_embedding_scale": scale not in (None, 1.0),
         "output_multiplier": multiplier not in (None, 1.0),
-        # z-lab's code takes a softcap of zero or less for none.
+        # z-lab's code treats a softcap of zero or less as none.
         "final_logit_softcapping": softcap is not None and softcap > 0,
     }
     if any(in_use.values()):
@@ -368,20 +367,22 @@ def _note_defaults(model: ModelFields, notes: list[str]) -> None:
         if name not in model.model_fields_set
     ]
     if assumed:
-        notes.append(f"not in the file, so readers assume: {', '.join(assumed)}")
+        notes.append(f"missing fields, for which readers assume: {', '.join(assumed)}")
 
 
 def _refuse_other_decoders(model: ModelFields, path: Path) -> None:
     if model.model_type != "qwen3":
-        raise unsupported(path, "model_type", model.model_type, "a drafter of another decoder")
+        raise unsupported(path, "model_type", model.model_type, "a drafter with another decoder")
     if model.v_head_dim not in (None, model.head_dim):
-        raise unsupported(path, "v_head_dim", model.v_head_dim, "a drafter with narrow values")
+        raise unsupported(
+            path, "v_head_dim", model.v_head_dim, "a drafter whose value heads have another size"
+        )
     if model.draft_vocab_size not in (None, model.vocab_size):
         raise unsupported(
             path,
             "draft_vocab_size",
             model.draft_vocab_size,
-            "a reduced vocabulary, which this format has no tensors for",
+            "a reduced draft vocabulary, which this format has no tensors for",
         )
 
 
@@ -391,15 +392,15 @@ def _refuse_own_vocabulary(config: DrafterConfig, path: Path) -> None:
             path,
             "format",
             "zlab",
-            "a format that can hold the drafter's own embedding, head or vocabulary",
-            "Use the speculators format.",
+            "a format with room for the drafter's own embedding, head or vocabulary",
+            "Use `--to speculators`.",
         )
 
 
 def _write_causality(config: DrafterConfig, path: Path) -> JsonObject:
     causal = [layer.causal for layer in config.layers]
     if all(layer.causal == (layer.window is not None) for layer in config.layers):
-        return {}  # what readers assume anyway
+        return {}  # the default
     if len(set(causal)) == 1:
         return {"is_causal": causal[0]}
     raise CheckpointError(
@@ -407,5 +408,5 @@ def _write_causality(config: DrafterConfig, path: Path) -> JsonObject:
         "is_causal",
         causal,
         "one value for all layers, or exactly the sliding layers causal",
-        "No published format can hold this drafter.",
+        "No published format supports this drafter.",
     )

@@ -17,36 +17,42 @@ def convert(
     to: Annotated[Literal["zlab", "speculators"], typer.Option(help="The format to write.")],
     target: Annotated[
         str | None,
-        typer.Option(help="The target's name or local folder, where the source does not name it."),
+        typer.Option(help="Name or local folder of the target, if the source does not name it."),
     ] = None,
     draft_vocab: Annotated[
         int | None,
-        typer.Option(help="Draft only so many frequent tokens; needs --frequent-in and --target."),
+        typer.Option(
+            metavar="N",
+            help="Draft only the N most frequent tokens; requires --frequent-in and --target.",
+        ),
     ] = None,
     frequent_in: Annotated[
-        Path | None, typer.Option(help="Folder of `leadout data`: what the target writes.")
+        Path | None,
+        typer.Option(help="Folder of `leadout data` in which to count token frequencies."),
     ] = None,
 ) -> None:
-    """Rewrite a drafter so that vLLM serves it as it was trained; weights stay as they are."""
+    """Rewrite a drafter so that vLLM serves it as trained; the weights stay bit-identical."""
     from leadout import checkpoints
+    from leadout.files import require_writable
 
+    require_writable("DESTINATION", destination)
     covered = None
-    try:
-        if draft_vocab is None:
-            written = checkpoints.convert(source, destination, to, target)
-        else:
-            written, covered = _narrowed(source, destination, to, target, draft_vocab, frequent_in)
-    except ValueError as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(2) from None
+    if draft_vocab is None:
+        written = checkpoints.convert(source, destination, to, target)
+    else:
+        written, covered = _with_draft_vocab(
+            source, destination, to, target, draft_vocab, frequent_in
+        )
     typer.echo(f"wrote {written.path} ({written.format})")
     if covered is not None:
         typer.echo(f"{draft_vocab} tokens can be drafted: {covered:.1%} of the target's answers")
     for note in written.notes:
         typer.echo(f"note: {note}")
+    pair = target or written.target_name or "TARGET"
+    typer.echo(f"next: leadout check {pair} {written.path}", err=True)
 
 
-def _narrowed(
+def _with_draft_vocab(
     source: Path,
     destination: Path,
     to: str,
@@ -56,17 +62,18 @@ def _narrowed(
 ) -> "tuple[Checkpoint, float]":
     from leadout.data.manifest import DataFolder
     from leadout.models import local_folder
+    from leadout.settings import SettingsError
     from leadout.train.draft_vocab import reduce_draft_vocab
 
     if to != "speculators":
-        raise ValueError(
-            f"--to: found {to}, wanted speculators: the z-lab format has no draft vocabulary"
+        raise SettingsError(
+            f"--draft-vocab requires --to speculators: the {to} format has no draft vocabulary."
         )
     if target is None or frequent_in is None:
         missing = "--target" if target is None else "--frequent-in"
-        raise ValueError(
-            f"{missing}: found none, wanted it with --draft-vocab: the rows come from the "
-            "target's head, the choice from its answers; give both"
+        raise SettingsError(
+            f"--draft-vocab requires {missing}: the rows come from the target's head, their choice "
+            "from its answers."
         )
     samples = DataFolder(frequent_in).samples()
     answers = (samples[index].response for index in range(len(samples)))

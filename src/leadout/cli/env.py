@@ -1,4 +1,4 @@
-"""`leadout env`: what is installed here, and what can be done with it."""
+"""`leadout env`: versions, hardware and usable commands."""
 
 import typer
 
@@ -6,7 +6,7 @@ import typer
 def env(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show versions, hardware, the vLLM model runner, and which commands are usable."""
+    """Show versions, hardware, the vLLM model runner and which commands can run."""
     from leadout.cli.options import NEEDS
     from leadout.environment import collect, render
 

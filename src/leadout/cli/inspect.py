@@ -1,4 +1,4 @@
-"""`leadout inspect`: what a drafter checkpoint is, before anything is run with it."""
+"""`leadout inspect`: what is in a drafter checkpoint."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,25 +12,16 @@ def inspect(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a drafter's shape, its wiring to the target, and how others would read it."""
-    from rich import box
+    """Show a drafter's sizes, its connection to the target, and how other tools read it."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    from leadout.checkpoints import CheckpointError, read_checkpoint
+    from leadout.checkpoints import read_checkpoint
     from leadout.checkpoints.describe import describe
+    from leadout.console import facts_table
 
-    try:
-        description = describe(read_checkpoint(drafter))
-    except CheckpointError as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(2) from None
+    description = describe(read_checkpoint(drafter))
     if as_json:
         typer.echo(description.model_dump_json(indent=2))
         return
     typer.echo(description.path)
-    table = Table(box=box.SIMPLE, show_header=False)
-    for label, text in description.lines():
-        table.add_row(label, Text(text))
-    Console().print(table)
+    Console().print(facts_table(description.lines()))

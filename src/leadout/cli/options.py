@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 from typer.core import TyperCommand
 
-from leadout.environment import Need, known_troubles, usability
+from leadout.environment import Need, known_problems, usability
 from leadout.errors import LeadoutError
 
 if TYPE_CHECKING:
@@ -190,5 +190,5 @@ def require(command: str) -> None:
     if not state.usable:
         raise MissingDependencyError(f"leadout {command} cannot run here: {state.remedy}")
     if ENGINE in NEEDS[command]:  # before the engine's own message, which names no remedy
-        for trouble in known_troubles():
-            typer.echo(f"leadout: warning: {trouble}", err=True)
+        for problem in known_problems():
+            typer.echo(f"leadout: warning: {problem}", err=True)

@@ -13,13 +13,13 @@ from leadout.errors import LeadoutError
 
 
 class InvalidDrafterError(LeadoutError):
-    """A drafter description that cannot be: names the field, the value found, the value wanted."""
+    """An invalid drafter config: names the field, its value and what was expected."""
 
-    def __init__(self, field: str, found: object, wanted: str) -> None:
-        super().__init__(f"{field}: found {found!r}, wanted {wanted}")
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        super().__init__(f"{field} is {value!r}; expected {expected}")
         self.field = field
-        self.found = found
-        self.wanted = wanted
+        self.value = value
+        self.expected = expected
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.platforms import current_platform
 
 from leadout.checkpoints import Checkpoint, CheckpointError
+from leadout.checkpoints.errors import Phrase
 from leadout.checkpoints.tensors import by_checked_name
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.pair import require_fit
@@ -125,8 +126,8 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
                 raise CheckpointError(
                     checkpoint.path,
                     name,
-                    "a parameter of the engine that no tensor filled",
-                    "every parameter filled",
+                    Phrase("was not loaded from any tensor"),
+                    "every parameter of the engine to be loaded",
                     "Report this: the engine's drafter and Leadout's disagree.",
                 )
         # The rest is borrowed from the target once both are loaded.

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from leadout.checkpoints import CheckpointError, load_weights, read_checkpoint
-from leadout.checkpoints.errors import Words
+from leadout.checkpoints.errors import Phrase
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import followed_registry
 from leadout.errors import LeadoutError
@@ -47,7 +47,7 @@ def read_version(registry: Registry, version: int, serving: DrafterConfig, targe
         raise CheckpointError(
             folder / MANIFEST,
             "target_fingerprint",
-            Words(manifest.target_fingerprint[:12]),
+            Phrase(f"is {manifest.target_fingerprint[:12]}"),
             f"{found[:12]}, that of the served target",
             "Use a registry of its own for every target.",
         )

@@ -1,4 +1,4 @@
-"""Whether a drafter fits a target and the settings of a server: facts, rules, findings."""
+"""Whether a drafter fits a target and the settings of a server."""
 
 from leadout.pairing.facts import EngineSettings, Pair, Rule, TargetFacts
 from leadout.pairing.rules import RULES, batched_tokens_for, examine

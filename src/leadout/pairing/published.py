@@ -1,8 +1,8 @@
-"""Published DFlash drafters by target, for `--draft auto`: a small table that ages.
+"""Published DFlash drafters by target, for `--draft auto`, as of the date below.
 
-It lists plain DFlash drafters only, in the two formats that Leadout reads, and only where the
-target is beyond doubt. Successors such as DFlash 2, and drafters with attention sinks, gates or
-quantized weights, are left out.
+The table lists plain DFlash drafters only, in the two formats that Leadout reads, and only where
+the target is certain. Successors such as DFlash 2, and drafters with attention sinks, gates or
+quantized weights, are not included.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ AS_OF = "2026-11"
 
 @dataclass(frozen=True, slots=True)
 class PublishedDrafter:
-    """A drafter on the Hugging Face hub and the target it was trained for, by their hub names."""
+    """A drafter on the Hugging Face hub and the target it was trained for."""
 
     target: str
     drafter: str
     format: Format
 
 
-# The first one of a target is the one to take.
+# If a target has several, the first is used.
 PUBLISHED = (
     PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "zlab"),
     PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", "zlab"),
@@ -50,10 +50,10 @@ PUBLISHED = (
 
 
 def find_published(target: str) -> PublishedDrafter | None:
-    """The drafter for a hub name, or for a local folder that is called like the model.
+    """The drafter for a hub name, or for a local folder with the name of the model.
 
-    Only the whole name counts, whatever its case: base models, quantizations and other owners'
-    copies are other models.
+    The whole name must match, ignoring case: base models, quantizations and copies of other owners
+    are different models.
     """
     named = hub_name(target)
     for row in PUBLISHED:

@@ -95,7 +95,7 @@ def test_the_command_says_what_is_wrong_and_ends_with_1(
         return ended.output
 
     target, drafter = map(str, pair)
-    assert "found neither a folder" in run("no/such-model-here")
+    assert "is neither a local folder" in run("no/such-model-here")
     assert "found 9, wanted 1 to 4" in run(target, "--draft", drafter, "--draft-tokens", "9")
     assert "found no such file" in run(target, "--prompts", "missing.jsonl")
     (some,) = measured(

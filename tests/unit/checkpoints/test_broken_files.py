@@ -28,7 +28,7 @@ def error_of(folder: Path) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         load_drafter(folder)
     message = str(caught.value)
-    for part in (caught.value.path, caught.value.field, caught.value.wanted, caught.value.remedy):
+    for part in (caught.value.path, caught.value.field, caught.value.expected, caught.value.remedy):
         assert str(part) in message
     return caught.value
 
@@ -37,7 +37,7 @@ def test_a_missing_tensor(zlab_folder: Path) -> None:
     edit_weights(zlab_folder, lambda weights: weights.pop(GATE))
     error = error_of(zlab_folder)
     assert error.field == GATE
-    assert "found nothing" in str(error)
+    assert "is missing" in str(error)
 
 
 def test_an_extra_tensor(zlab_folder: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_misshapen_tensor(zlab_folder: Path) -> None:
     error = error_of(zlab_folder)
     assert error.field == GATE
     assert "shape [16, 24]" in str(error)
-    assert "shape [24, 16]" in error.wanted
+    assert "shape [24, 16]" in error.expected
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -71,7 +71,7 @@ def test_a_value_that_is_not_finite(value: float, zlab_folder: Path) -> None:
     assert "1 of 384 values" in str(error)
 
 
-def test_a_value_that_does_not_fit_the_wanted_precision(zlab_folder: Path) -> None:
+def test_a_value_that_does_not_fit_the_requested_precision(zlab_folder: Path) -> None:
     def grow(weights: dict[str, Tensor]) -> None:
         weights[GATE][0, 0] = 1e6
 
@@ -143,7 +143,7 @@ def test_truncated_weights(kept: int, zlab_folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:kept])
     error = error_of(zlab_folder)
     assert error.path == path
-    assert error.wanted == "a whole safetensors file"
+    assert error.expected == "a complete safetensors file"
 
 
 def test_no_weights(zlab_folder: Path) -> None:
@@ -161,48 +161,48 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_for_a_folder(zlab_folder: Path) -> None:
-    assert "found a file" in str(error_of(zlab_folder / "config.json"))
+    assert "is a file" in str(error_of(zlab_folder / "config.json"))
 
 
 def test_a_pipe_is_not_opened(zlab_folder: Path) -> None:
     (zlab_folder / "config.json").unlink()
     os.mkfifo(zlab_folder / "config.json")
-    assert "no regular file" in str(error_of(zlab_folder))
+    assert "a regular file" in str(error_of(zlab_folder))
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "problem"),
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[]", "a list"),
         ("null", "a NoneType"),
-        ('{"a": 1, "a": 2}', "the key 'a' twice"),
+        ('{"a": 1, "a": 2}', "repeats the key 'a'"),
         ('{"a": NaN}', "the number NaN"),
         ('{"a": -Infinity}', "the number -Infinity"),
         ('{"a": 1e999}', "the number 1e999"),
         ('{"a": ' + "9" * 5000 + "}", "an integer of 5000 digits"),
-        ('{"a": ' + "[" * 100_000, "nesting"),
-        ('{"a": ' + "[" * 70 + "]" * 70 + "}", "nesting deeper than 64"),
+        ('{"a": ' + "[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "[" * 70 + "]" * 70 + "}", "nested deeper than 64"),
         (r'{"a": "\ud800"}', "surrogates not allowed"),
         ('{"a": "' + "x" * 9_000_000 + '"}', "bytes"),
     ],
 )  # fmt: skip
-def test_a_config_that_is_not_json(text: str, found: str, zlab_folder: Path) -> None:
+def test_a_config_that_is_not_json(text: str, problem: str, zlab_folder: Path) -> None:
     (zlab_folder / "config.json").write_text(text)
     error = error_of(zlab_folder)
     assert error.path == zlab_folder / "config.json"
-    assert found in str(error.found)
+    assert problem in str(error.value)
 
 
 def test_a_config_in_another_encoding(zlab_folder: Path) -> None:
     path = zlab_folder / "config.json"
     path.write_bytes(path.read_text().encode("utf-16"))
-    assert "utf-8" in str(error_of(zlab_folder).found)
+    assert "utf-8" in str(error_of(zlab_folder).value)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    ("field", "value", "expected"),
     [
         ("hidden_size", 0, "greater than or equal to 1"),
         ("hidden_size", "16", "a valid integer"),
@@ -221,19 +221,19 @@ def test_a_config_in_another_encoding(zlab_folder: Path) -> None:
         ("block_size", 1, "greater than or equal to 2"),
         ("architectures", ["Qwen3ForCausalLM"], "DFlashDraftModel"),
         ("architectures", "DFlashDraftModel", "DFlashDraftModel"),
-        ("dflash_config", [1], "an object"),
+        ("dflash_config", [1], "a JSON object"),
         ("is_causal", "no", "a valid boolean"),
     ],
 )
-def test_impossible_values(field: str, value: Any, wanted: str, zlab_folder: Path) -> None:
+def test_impossible_values(field: str, value: Any, expected: str, zlab_folder: Path) -> None:
     edit_config(zlab_folder, lambda config: config.update({field: value}))
     error = error_of(zlab_folder)
-    assert wanted in error.wanted
-    assert field in error.field or wanted == "shape"
+    assert expected in error.expected
+    assert field in error.field or expected == "shape"
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    ("field", "value", "expected"),
     [
         ("target_layer_ids", [1, 6], "0..5"),
         ("target_layer_ids", [1, 1], "no layer twice"),
@@ -247,11 +247,11 @@ def test_impossible_values(field: str, value: Any, wanted: str, zlab_folder: Pat
         ("output_multiplier", 0.0, "greater than 0"),
     ],
 )
-def test_impossible_draft_values(field: str, value: Any, wanted: str, zlab_folder: Path) -> None:
+def test_impossible_draft_values(field: str, value: Any, expected: str, zlab_folder: Path) -> None:
     edit_config(zlab_folder, lambda config: config["dflash_config"].update({field: value}))
     error = error_of(zlab_folder)
-    assert wanted in error.wanted
-    assert field in error.field or wanted == "shape"
+    assert expected in error.expected
+    assert field in error.field or expected == "shape"
 
 
 def test_another_number_of_layers_than_in_the_weights(zlab_folder: Path) -> None:
@@ -260,8 +260,8 @@ def test_another_number_of_layers_than_in_the_weights(zlab_folder: Path) -> None
         lambda config: config.update(num_hidden_layers=3, layer_types=["full_attention"] * 3),
     )
     error = error_of(zlab_folder)
-    assert (error.field, error.found) == ("num_hidden_layers", 3)
-    assert error.wanted == "2, the layers in the weights"
+    assert (error.field, error.value) == ("num_hidden_layers", 3)
+    assert error.expected == "2, the number of layers in the weights"
 
 
 def test_an_enormous_value_does_not_flood_the_message(zlab_folder: Path) -> None:
@@ -278,25 +278,27 @@ class TestVocabulary:
     """d2t and t2d of a reduced vocabulary."""
 
     @pytest.mark.parametrize(
-        ("damage", "field", "found"),
+        ("damage", "field", "problem"),
         [
             (lambda w: w["d2t"].__setitem__(9, 31), "d2t", "target id 40"),
             (lambda w: w["d2t"].__setitem__(0, -1), "d2t", "target id -1"),
             (lambda w: w["d2t"].__setitem__(9, 2**63 - 1), "d2t", "target id"),
             (lambda w: w["d2t"].__setitem__(0, 4), "d2t", "several draft ids"),
-            (lambda w: w["t2d"].__setitem__(0, False), "t2d", "1 target ids marked differently"),
+            (lambda w: w["t2d"].__setitem__(0, False), "t2d", "differs from d2t at 1 target ids"),
             (lambda w: w.update(d2t=w["d2t"].int()), "d2t", "I32"),
             (lambda w: w.update(t2d=w["t2d"].long()), "t2d", "I64"),
             (lambda w: w.update(d2t=w["d2t"][:9].clone()), "d2t", "shape [9]"),
-            (lambda w: w.pop("d2t"), "d2t", "nothing"),
+            (lambda w: w.pop("d2t"), "d2t", "is missing"),
             (lambda w: w.pop("lm_head.weight"), "lm_head.weight", "False"),
         ],
     )
-    def test_damage(self, damage: Damage, field: str, found: str, speculators_folder: Path) -> None:
+    def test_damage(
+        self, damage: Damage, field: str, problem: str, speculators_folder: Path
+    ) -> None:
         edit_weights(speculators_folder, damage)
         error = error_of(speculators_folder)
         assert error.field == field
-        assert found in str(error)
+        assert problem in str(error)
 
     def test_t2d_may_be_absent(self, speculators_folder: Path) -> None:
         edit_weights(speculators_folder, lambda weights: weights.pop("t2d"))
@@ -327,7 +329,7 @@ class TestShards:
         path.write_text(json.dumps(index))
         error = error_of(zlab_folder)
         assert error.field == "weight_map.norm.weight"
-        assert "the bare name" in error.wanted
+        assert "the bare name" in error.expected
 
     def test_a_missing_shard(self, zlab_folder: Path) -> None:
         shard(zlab_folder)

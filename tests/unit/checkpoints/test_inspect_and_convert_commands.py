@@ -8,23 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from drafter_files import FULL, SLIDING, TINY, edit_config, random_weights
 from typer.testing import CliRunner, Result
 
 from leadout.checkpoints import read_checkpoint, write_checkpoint
 from leadout.checkpoints.describe import Description
-from leadout.cli import convert, inspect
+from leadout.cli.app import app
 
 Run = Callable[..., Result]
 
 
 @pytest.fixture
 def run() -> Run:
-    app = typer.Typer()
-    app.command("inspect")(inspect.inspect)
-    app.command("convert")(convert.convert)
-
     def invoke(*arguments: object) -> Result:
         return CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(a) for a in arguments])
 
@@ -60,10 +55,10 @@ class TestInspect:
         edit_config(speculators_folder, lambda c: c.update(sliding_window_non_causal=False))
         shown = words(run("inspect", speculators_folder))
         assert "target some/target" in shown
-        assert "the file asks for 3" in shown
+        assert "the file states 3" in shown
         assert "40, of which 10 can be drafted" in shown
         assert "own tensors embedding, head" in shown
-        assert "stock vLLM 0.32 serves these bidirectional full-attention layers causal" in shown
+        assert "serves these bidirectional full-attention layers as causal" in shown
 
     def test_json_is_one_object_of_known_fields(self, run: Run, speculators_folder: Path) -> None:
         result = run("inspect", speculators_folder, "--json")
@@ -91,7 +86,7 @@ class TestInspect:
         result = run("inspect", zlab_folder)
         assert result.exit_code == 2
         assert result.stdout == ""
-        assert "hidden_size: found 'wide', wanted a valid integer" in result.stderr
+        assert "hidden_size is 'wide'; expected a valid integer" in result.stderr
         assert len(result.stderr.splitlines()) == 1
 
 

@@ -87,12 +87,12 @@ def test_no_command_is_usable_with_an_engine_that_is_not(
 def test_a_cuda_companion_of_a_cpu_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
     monkeypatch.setattr(environment, "installed_version", versions.get)
-    (warning,) = environment.known_troubles()
+    (warning,) = environment.known_problems()
     assert "torchvision 0.28.0" in warning
     assert "pip uninstall torchvision" in warning
 
     monkeypatch.setitem(versions, "torchvision", "0.28.0+cpu")
-    assert environment.known_troubles() == []
+    assert environment.known_problems() == []
 
 
 def test_a_command_whose_need_is_missing_ends_with_the_remedy(

@@ -57,5 +57,5 @@ def test_a_config_alone_leaves_the_weights(asked: list[dict[str, Any]]) -> None:
 
 
 def test_a_name_that_is_nothing_says_so() -> None:
-    with pytest.raises(ModelNotFoundError, match="acme/nothing: found neither a folder nor a hub"):
+    with pytest.raises(ModelNotFoundError, match="acme/nothing is neither a local folder"):
         local_folder("acme/nothing")

@@ -76,7 +76,7 @@ def test_a_version_of_another_shape_is_refused(
     registry: Registry, target: Path, tmp_path: Path
 ) -> None:
     publish(registry, target, tmp_path, seed=0, config=replace(CONFIG, block_size=4))
-    with pytest.raises(CheckpointError, match="block_size: found 4, wanted 5, that of the drafter"):
+    with pytest.raises(CheckpointError, match="block_size is 4; expected 5, that of the drafter"):
         read_version(registry, 1, CONFIG, target)
 
 
@@ -84,5 +84,5 @@ def test_a_version_for_another_target_is_refused(
     registry: Registry, target: Path, tmp_path: Path
 ) -> None:
     publish(registry, target, tmp_path, seed=0, other_target=True)
-    with pytest.raises(CheckpointError, match="target_fingerprint: found 000000000000, wanted"):
+    with pytest.raises(CheckpointError, match="target_fingerprint is 000000000000; expected"):
         read_version(registry, 1, CONFIG, target)

@@ -129,12 +129,14 @@ def test_a_size_that_is_none(field: str, value: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\udcff"])
 def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(CheckpointError, match=r"config\.json: file: found .*Check the path"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json (cannot be read|contains a list).*Check the path"
+    ):
         read_target(tmp_path)
 
 
 def test_no_file_at_all(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing|does not exist"):
         read_target(tmp_path / "nowhere")
 
 

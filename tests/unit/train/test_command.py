@@ -378,8 +378,8 @@ def test_a_continued_run_keeps_its_data(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--target-layer-ids", "9"), "target_layer_ids: found (9,), wanted layers of the target"),
-        (("--mask-token-id", "999"), "mask_token_id: found 999, wanted a row of the target"),
+        (("--target-layer-ids", "9"), "target_layer_ids is (9,); expected layers of the target"),
+        (("--mask-token-id", "999"), "mask_token_id is 999; expected a row of the target"),
         (("--block-size", "40"), "--block-size 40 is too large"),
     ],
 )

@@ -64,9 +64,9 @@ def test_a_vocabulary_larger_than_the_answers_is_rejected(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--to", "zlab"], "--to: found zlab, wanted speculators"),
-        (["--to", "speculators"], "--target: found none, wanted it"),
-        (["--to", "speculators", "--target", "tiny"], "--frequent-in: found none"),
+        (["--to", "zlab"], "--draft-vocab requires --to speculators"),
+        (["--to", "speculators"], "--draft-vocab requires --target"),
+        (["--to", "speculators", "--target", "tiny"], "--draft-vocab requires --frequent-in"),
     ],
 )
 def test_convert_says_what_is_missing(

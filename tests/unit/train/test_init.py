@@ -75,7 +75,7 @@ def test_a_new_drafter_has_the_targets_sizes(target_folder: Path) -> None:
 
 
 def test_taps_beyond_the_target_are_rejected(target_folder: Path) -> None:
-    with pytest.raises(InvalidDrafterError, match=r"target_layer_ids: found \(1, 9\)"):
+    with pytest.raises(InvalidDrafterError, match=r"target_layer_ids is \(1, 9\)"):
         config_for(target_folder, ids=(1, 9))
 
 
