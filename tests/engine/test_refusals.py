@@ -128,9 +128,7 @@ def test_drafts_beyond_the_block_are_put_right(target: Path, drafter: Path) -> N
     plan = plan_for(fault, target, drafter)
     speculation = plan.command[plan.command.index("--speculative-config") + 1]
     assert '"num_speculative_tokens": 4' in speculation
-    assert any(
-        note.startswith("draft-tokens: num_speculative_tokens is 15") for note in plan.notes
-    )
+    assert any(note.startswith("draft-tokens: num_speculative_tokens is 15") for note in plan.notes)
 
 
 def test_a_warning_is_said_and_the_pair_served(
