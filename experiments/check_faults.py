@@ -38,7 +38,7 @@ from leadout.check.static import static_findings
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
 from leadout.data.chat import Chat
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
-from leadout.engine.offline import SessionRequest, run_session_apart
+from leadout.engine.offline import SessionRequest, run_session
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts
 from leadout.pairing import read_target
@@ -175,7 +175,7 @@ def texts_of(target: Path) -> list[Text]:
     request = SessionRequest(
         target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype="bfloat16"
     )
-    runs = run_session_apart(request, lambda text: None).runs
+    runs = run_session(request, lambda text: None).runs
     return [
         Text(run.prompt_set, prompt, answer)
         for run in runs

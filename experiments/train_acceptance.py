@@ -19,7 +19,7 @@ from leadout.checkpoints import load_drafter
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts, source_name
 from leadout.dflash.target import Target
-from leadout.engine.offline import Ask, TextEngine
+from leadout.engine.offline import TextEngine, TextRequest
 from leadout.evaluate.acceptance import accepted_drafts, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates
@@ -72,8 +72,10 @@ def serve(arguments: Any) -> dict[str, dict[str, Any]]:
         tokens = [chat.prompt(prompt.turns[:1]) for prompt in spread(source, arguments.count)]
         tokens = [prompt for prompt in tokens if len(prompt) + arguments.tokens <= MAX_LENGTH]
         before = numbers(engine)
-        asks = [Ask(f"{name}/{i}", prompt, arguments.tokens) for i, prompt in enumerate(tokens)]
-        answers = engine.answer_all(asks)
+        asks = [
+            TextRequest(f"{name}/{i}", prompt, arguments.tokens) for i, prompt in enumerate(tokens)
+        ]
+        answers = engine.complete(asks)
         steps, accepted, *places = (
             now - then for now, then in zip(numbers(engine), before, strict=True)
         )

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from leadout.console import facts_table, table
-from leadout.engine.vllm_adapter import SUPPORTED, EngineFacts, ask_engine
+from leadout.engine.vllm_adapter import SUPPORTED, EngineFacts, probe_engine
 from leadout.version import __version__, installed_version
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")
@@ -61,7 +61,7 @@ class EnvironmentReport(BaseModel):
 
 
 def collect(needs: Mapping[str, tuple[Need, ...]]) -> EnvironmentReport:
-    engine = ask_engine()
+    engine = probe_engine()
     return EnvironmentReport(
         leadout=__version__,
         python=platform.python_version(),

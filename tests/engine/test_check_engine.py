@@ -12,7 +12,7 @@ from torch import nn
 from leadout.check import lossless, parity
 from leadout.check.run import EngineRuns, run_engines
 from leadout.engine.draft_recorder import read_texts
-from leadout.engine.offline import Recording, SessionRequest, run_session_apart
+from leadout.engine.offline import Recording, SessionRequest, run_session
 from leadout.engine.plugin import SWITCH
 from leadout.evaluate.hidden_states import load_model
 from support.drafters import TINY_DRAFTER, write_random_drafter
@@ -113,7 +113,7 @@ def test_vllms_own_class_on_cpus_is_told_by_the_first_wrong_tensor(
         dtype="float32",
         recording=Recording(prompts=PROMPTS["some"], blocks=3, path=path),
     )
-    run_session_apart(request, lambda _: None)
+    run_session(request, lambda _: None)
     found = parity.compare(target, drafter, model, read_texts(path), torch.float32)
     assert found.first_difference == "layer 1 context keys"
     assert found.differences["layer 1 context keys"] > 0.05

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from leadout.cli.app import app
 from leadout.data.chat import Chat
 from leadout.data.manifest import DataFolder, shard_path
-from leadout.engine.offline import Ask, EngineStartError, TextEngine
+from leadout.engine.child_process import EngineError
+from leadout.engine.offline import TextEngine, TextRequest
 from support.prompts import PROMPTS
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, write_tiny_chat_target
 
@@ -156,8 +157,8 @@ def test_a_killed_run_resumes_to_the_samples_of_one_run(
 def test_answers_come_in_the_order_of_the_requests(engine: TextEngine, whole: DataFolder) -> None:
     samples = sorted(whole.samples(), key=lambda s: (len(s.response), s.id))
     greedy = [sample for sample in samples if sample.temperature == 0.0]
-    asks = [Ask(sample.id, sample.prompt, NEW_TOKENS) for sample in reversed(greedy)]
-    answers = engine.answer_all(asks)
+    asks = [TextRequest(sample.id, sample.prompt, NEW_TOKENS) for sample in reversed(greedy)]
+    answers = engine.complete(asks)
     assert [answer.tokens for answer in answers] == [s.response for s in reversed(greedy)]
     assert {answer.finish for answer in answers} == {"stop", "length"}
     assert engine.running == 0
@@ -166,15 +167,15 @@ def test_answers_come_in_the_order_of_the_requests(engine: TextEngine, whole: Da
 def test_sampled_prompts_larger_than_a_step_together_are_answered(engine: TextEngine) -> None:
     prompts = [[3 + number] * (2 * LENGTH // 3) for number in range(AT_ONCE)]
     asks = [
-        Ask(f"long {number}", prompt, max_tokens=4, temperature=1.0, seed=number)
+        TextRequest(f"long {number}", prompt, max_tokens=4, temperature=1.0, seed=number)
         for number, prompt in enumerate(prompts)
     ]
-    together = engine.answer_all(asks)
-    engine.forget_prompts()
-    alone = [engine.answer_all([ask])[0] for ask in asks]
+    together = engine.complete(asks)
+    engine.reset_prefix_cache()
+    alone = [engine.complete([ask])[0] for ask in asks]
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
 
 
 def test_an_engine_that_refuses_its_settings_says_why(target: Path) -> None:
-    with pytest.raises(EngineStartError, match=r"does not start: .*max_model_len.*9999"):
+    with pytest.raises(EngineError, match=r"does not start with.* 9999 tokens.*max_model_len"):
         TextEngine(str(target), max_length=9999, max_requests=4, dtype="float32")

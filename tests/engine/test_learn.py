@@ -46,7 +46,7 @@ def test_an_answer_that_changes_is_found(world: World, monkeypatch: pytest.Monke
     """A drafter cannot change answers, so here the engine's answers are changed."""
     from leadout.learn import gate as evidence
 
-    real = evidence.run_session_apart
+    real = evidence.run_session
 
     def tampered(request: Any) -> Any:
         result = real(request)
@@ -57,7 +57,7 @@ def test_an_answer_that_changes_is_found(world: World, monkeypatch: pytest.Monke
             return result.model_copy(update={"runs": [run]})
         return result
 
-    monkeypatch.setattr(evidence, "run_session_apart", tampered)
+    monkeypatch.setattr(evidence, "run_session", tampered)
     found = prove_lossless(world.target, world.drafter, requests(NEW, 4))
     assert (found.texts, found.equal_texts) == (4, 3)
     assert found.divergences[0].position == 5

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from leadout.engine.server import Server, ServerError, server_command
+from leadout.engine.child_process import EngineError
+from leadout.engine.server import Server, server_command
 from support.models import ROOT
 from support.processes import family_of, wait_until_gone
 
@@ -17,7 +18,7 @@ from support.processes import family_of, wait_until_gone
 def test_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     before = family_of(os.getpid())
     failing = Server(server_command(tmp_path / "no-such-model", []), log=tmp_path / "log")
-    with pytest.raises(ServerError, match="no-such-model"), failing:
+    with pytest.raises(EngineError, match="no-such-model"), failing:
         pass
     assert family_of(os.getpid()) == before
 

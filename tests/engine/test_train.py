@@ -13,7 +13,7 @@ import torch
 
 from leadout.checkpoints import load_drafter, read_checkpoint, write_checkpoint
 from leadout.data.manifest import DataFolder
-from leadout.engine.offline import SessionRequest, run_session_apart
+from leadout.engine.offline import SessionRequest, run_session
 from leadout.train.init import new_drafter
 from support.tiny_chat import MASK_TOKEN
 from support.tiny_data import write_predictable_target
@@ -70,7 +70,7 @@ def test_training_raises_the_acceptance_that_vllm_serves(
     untrained = new_drafter(config, seed=0)
     write_checkpoint(tmp_path / "untrained", untrained.state_dict(), config, "zlab")
     prompts = [sample.prompt for sample in data.samples()][:16]
-    (before,) = run_session_apart(
+    (before,) = run_session(
         SessionRequest(
             target=str(target),
             drafter=str(tmp_path / "untrained"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from leadout.control.tuned_file import Model, Tuned, read_tuned, write_tuned
-from leadout.engine.calibration import CalibrationRequest, CalibrationResult, calibrate_apart
+from leadout.engine.calibration import CalibrationRequest, CalibrationResult, calibrate
 from leadout.engine.serve_plan import Request, make_plan
 from leadout.models import fingerprint
 from leadout.tune.run import Subject, prepare, tuned_of
@@ -38,7 +38,7 @@ def measured(pair: tuple[Path, Path]) -> CalibrationResult:
     ready = prepare(TuneRequest(target, drafter, (), MAX_BATCH, "float32"))
     rounds = ready.rounds[: 2 * (MOST + 1)]  # each K once at each batch size
     heard: list[str] = []
-    result = calibrate_apart(
+    result = calibrate(
         CalibrationRequest(
             target=target,
             drafter=drafter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from leadout.engine.offline import Answer, Ask
+from leadout.engine.offline import Completion, TextRequest
 from support.tiny_chat import END_OF_TURN
 
 
@@ -21,9 +21,9 @@ class FakeEngine:
         silent: bool = False,
         death: type[BaseException] = KilledError,
     ) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[TextRequest] = []
         self.max_running = 0
-        self._queue: list[Ask] = []
+        self._queue: list[TextRequest] = []
         self._dies_after = dies_after  # steps
         self._silent = silent  # answers with the end of the turn only
         self._death = death
@@ -32,13 +32,13 @@ class FakeEngine:
     def running(self) -> int:
         return len(self._queue)
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, ask: TextRequest) -> None:
         assert ask.id not in [waiting.id for waiting in self._queue]
         self.asked.append(ask)
         self._queue.append(ask)
         self.max_running = max(self.max_running, self.running)
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         if self._dies_after is not None:
             if self._dies_after == 0:
                 raise self._death
@@ -47,7 +47,7 @@ class FakeEngine:
         draw = ask.seed if ask.temperature > 0 else 0
         letter = ord("a") + (sum(ask.prompt) + (draw or 0)) % 26
         tokens = [] if self._silent else [_token(letter)] * min(3, ask.max_tokens)
-        return [Answer(ask.id, [*tokens, END_OF_TURN], "stop")]
+        return [Completion(ask.id, [*tokens, END_OF_TURN], "stop")]
 
 
 def _token(byte: int) -> int:

@@ -32,7 +32,8 @@ from leadout.bench.settings import (
 )
 from leadout.checkpoints import read_checkpoint
 from leadout.control.tuned_file import Tuned, read_tuned
-from leadout.engine.load_test import LoadError, LoadGenerator, LoadRequest, LoadResult
+from leadout.engine.child_process import EngineError
+from leadout.engine.load_test import LoadGenerator, LoadRequest, LoadResult
 from leadout.engine.server import Server
 from leadout.engine.vllm_adapter import installed_distribution
 from leadout.models import fingerprint, local_folder
@@ -61,8 +62,8 @@ class Stage:
         )
         try:
             return self.generator.run(request)
-        except LoadError as problem:
-            raise LoadError(f"{arm}: {problem} (log: {self.servers[arm].log})") from None
+        except EngineError as problem:
+            raise EngineError(f"{arm}: {problem} (log: {self.servers[arm].log})") from None
 
 
 @contextmanager

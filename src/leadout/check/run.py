@@ -42,7 +42,7 @@ from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.data.chat import Chat
 from leadout.engine.child_process import Report
 from leadout.engine.draft_recorder import RecordedText, read_texts
-from leadout.engine.offline import Recording, SessionRequest, SetRun, run_session_apart
+from leadout.engine.offline import Recording, SessionRequest, SetRun, run_session
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts
 from leadout.models import local_folder
@@ -100,10 +100,10 @@ def run_engines(
                 ),
             }
         )
-        speculative = run_session_apart(together, lambda done: report(f"with drafter: {done}"))
+        speculative = run_session(together, lambda done: report(f"with drafter: {done}"))
         recorded = read_texts(path)
     alone = alone.model_copy(update={"prompts": _lists({**prompts, **(bare_only or {})})})
-    bare = run_session_apart(alone, lambda done: report(f"without drafter: {done}"))
+    bare = run_session(alone, lambda done: report(f"without drafter: {done}"))
     return EngineRuns(
         bare=_greedy_answers(bare.runs),
         speculative=_greedy_answers(speculative.runs),

@@ -65,8 +65,7 @@ def bench(
     from leadout.checkpoints import CheckpointError
     from leadout.control.tuned_file import TunedFileError
     from leadout.data.prompts import PromptError
-    from leadout.engine.load_test import LoadError
-    from leadout.engine.server import ServerError
+    from leadout.engine.child_process import EngineError
     from leadout.models import ModelNotFoundError
 
     request = BenchRequest(
@@ -94,10 +93,9 @@ def bench(
     except (
         BenchError,
         CheckpointError,
-        LoadError,
+        EngineError,
         ModelNotFoundError,
         PromptError,
-        ServerError,
         TunedFileError,
     ) as problem:
         typer.echo(f"error: {problem}", err=True)

@@ -77,8 +77,7 @@ def check(
     from leadout.data.chat import TemplateError
     from leadout.data.prompts import PromptError
     from leadout.dflash.target import UnsupportedTargetError
-    from leadout.engine.child_process import DecodeError
-    from leadout.engine.offline import EngineStartError
+    from leadout.engine.child_process import EngineError
     from leadout.files import replacing
     from leadout.models import ModelNotFoundError
 
@@ -109,8 +108,7 @@ def check(
     except (
         CheckError,
         CheckpointError,
-        DecodeError,
-        EngineStartError,
+        EngineError,
         ModelNotFoundError,
         PromptError,
         TemplateError,

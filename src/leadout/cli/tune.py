@@ -38,7 +38,7 @@ def tune(
     from leadout.control.tuned_file import write_tuned
     from leadout.data.chat import TemplateError
     from leadout.data.prompts import PromptError
-    from leadout.engine.child_process import DecodeError
+    from leadout.engine.child_process import EngineError
     from leadout.models import ModelNotFoundError
     from leadout.tune.report import print_tuned, write_page
     from leadout.tune.run import plan as make_plan
@@ -66,7 +66,7 @@ def tune(
     except (CheckpointError, ModelNotFoundError, PromptError, TemplateError, TuneError) as problem:
         typer.echo(f"error: {problem}", err=True)
         raise typer.Exit(2) from None
-    except DecodeError as problem:
+    except EngineError as problem:
         typer.echo(f"leadout tune: {problem}", err=True)
         raise typer.Exit(1) from None
     if as_json:

@@ -28,7 +28,7 @@ from leadout.shards import Sample, ShardError, ShardWriter, WrittenSamples
 from leadout.version import installed_versions
 
 if TYPE_CHECKING:  # the engine imports torch, which takes seconds; wrong prompts should not
-    from leadout.engine.offline import Answer, Ask, TextEngine
+    from leadout.engine.offline import Completion, TextEngine, TextRequest
 
 USER_TURN_TEMPERATURE = 1.0
 MAX_USER_TURN = 256  # tokens
@@ -85,6 +85,7 @@ def _start_engine(settings: DataSettings, folder: Path, progress: Progress) -> T
         max_requests=settings.concurrency,
         dtype=settings.dtype,
         seed=settings.seed,
+        log=settings.out / "vllm.log",
     )
     started()
     return engine
@@ -112,7 +113,7 @@ class Conversation:
     turns: list[str]
     greedy: bool
     answers: list[str] = field(default_factory=list)
-    asked: Ask | None = None
+    asked: TextRequest | None = None
 
     @property
     def needs_user_turn(self) -> bool:
@@ -208,12 +209,12 @@ class AnswerQueue:
         self._in_flight[ask.id] = conversation
         self._engine.submit(ask)
 
-    def _ask_for_answer(self, conversation: Conversation) -> Ask:
-        from leadout.engine.offline import Ask
+    def _ask_for_answer(self, conversation: Conversation) -> TextRequest:
+        from leadout.engine.offline import TextRequest
 
         name = conversation.next_sample_id
         greedy = conversation.greedy
-        return Ask(
+        return TextRequest(
             id=name,
             prompt=self._chat.prompt(
                 conversation.turns[: len(conversation.answers) + 1], conversation.answers
@@ -224,12 +225,12 @@ class AnswerQueue:
             seed=self._seed(name),
         )
 
-    def _ask_for_user_turn(self, conversation: Conversation) -> Ask:
-        from leadout.engine.offline import Ask
+    def _ask_for_user_turn(self, conversation: Conversation) -> TextRequest:
+        from leadout.engine.offline import TextRequest
 
         name = f"{conversation.id}/user"
         end = self._chat.end_of_turn
-        return Ask(
+        return TextRequest(
             id=name,
             prompt=self._chat.user_prefix(),
             max_tokens=min(MAX_USER_TURN, self._sampling.max_new_tokens),
@@ -238,7 +239,7 @@ class AnswerQueue:
             stop_tokens=() if end is None else (end,),
         )
 
-    def _receive(self, answer: Answer) -> Sample | None:
+    def _receive(self, answer: Completion) -> Sample | None:
         """Write an answer and ask for the next turn; None if it was a user turn."""
         conversation = self._in_flight.pop(answer.id)
         ask = conversation.asked

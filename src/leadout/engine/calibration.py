@@ -1,16 +1,14 @@
-"""Times of bare steps and of steps with drafts, taken in turns, and what the drafts gain.
+"""Measures step times with and without drafts, and how many tokens the drafts gain.
 
-Both engines answer the same prompts. A round is one batch size and one K: a few steps of the bare
-engine, a few of the drafting one, and so on, so that whatever slows the machine slows both. K stays
-the same for a round: tokens per step depend on which positions the steps begin at, and those on K.
-Only every fifth step drafts nothing, which tells the cost of verifying from that of drafting.
-
-    python -m leadout.engine.calibration < request.json
+Two engines, one without and one with the drafter, complete the same prompts in one child process.
+A round is one batch size and one K: a few steps of one engine, a few of the other, and so on, so
+that anything that slows the machine slows both. K is constant within a round, because tokens per
+step depend on the positions at which steps begin, and those depend on K. Only every fifth step
+drafts nothing, which separates the cost of verifying from that of drafting.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, cycle, repeat
@@ -18,15 +16,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.engine.child_process import Report, run_apart, say_progress, say_result
-from leadout.engine.offline import Ask, TextEngine
+from leadout.engine.child_process import Report, answer_requests, run_module
+from leadout.engine.offline import TextEngine, TextRequest
 
-# Of a turn; the first step after the other engine's is not timed, as caches are the other's.
+# Steps per turn; the first one is not timed, as the caches are full of the other engine's data.
 BARE_STEPS, DRAFTING_STEPS = 4, 7
 DRAFTING_IN_A_ROW = 4
-# Each engine's share of a GPU: both hold the target.
+# Of the GPU's memory, for each engine: both hold the target.
 GPU_SHARE = 0.45
-LEAST_BATCHED_TOKENS = 2048
+MIN_BATCHED_TOKENS = 2048
 
 
 class _Message(BaseModel):
@@ -36,7 +34,7 @@ class _Message(BaseModel):
 class RoundRequest(_Message):
     batch: int
     k: int
-    prompts: list[int]  # which ones, as many as `batch`
+    prompts: list[int]  # indices, as many as `batch`
 
 
 class CalibrationRequest(_Message):
@@ -45,7 +43,7 @@ class CalibrationRequest(_Message):
     draft_tokens: int  # the largest K
     prompts: list[list[int]]
     rounds: list[RoundRequest]
-    tokens: int  # that every request gains in steps that verify K drafts
+    tokens: int  # every request generates so many in steps that verify K drafts
     max_length: int
     dtype: str = "auto"
 
@@ -55,8 +53,8 @@ class CalibrationRequest(_Message):
 
 
 class StepTime(_Message):
-    verified: int  # drafts of each request
-    drafted: int
+    verified: int  # drafts per request
+    drafted: int  # per request
     seconds: float
 
 
@@ -68,14 +66,14 @@ class Turn(_Message):
 
 
 class Gained(_Message):
-    """Tokens of one request in each step that verified K drafts."""
+    """Tokens that one request gained in each step that verified K drafts."""
 
     prompt: int
     tokens: list[int]
 
 
 class Prefill(_Message):
-    """A step that did nothing but read prompts."""
+    """A step that only processed prompts."""
 
     tokens: int
     seconds: float
@@ -97,7 +95,7 @@ class CalibrationResult(_Message):
 
 
 class TimedEngine(TextEngine):
-    """An engine whose scheduler notes what each step did."""
+    """An engine whose scheduler records what each step did."""
 
     def __init__(self, request: CalibrationRequest, drafter: str | None) -> None:
         from leadout.engine.scheduler import NAME
@@ -114,7 +112,7 @@ class TimedEngine(TextEngine):
             scheduler_cls=NAME,
             async_scheduling=False,
             enable_prefix_caching=False,
-            max_num_batched_tokens=max(needed, LEAST_BATCHED_TOKENS),
+            max_num_batched_tokens=max(needed, MIN_BATCHED_TOKENS),
             gpu_memory_utilization=GPU_SHARE,
         )
         self._ids: list[str] = []
@@ -128,41 +126,46 @@ class TimedEngine(TextEngine):
         return self._llm.llm_engine.vllm_config
 
     def timed_step(self) -> tuple[float, Any]:
-        """One whole step, and its note."""
+        """Seconds of one step, and the scheduler's record of it."""
         began = time.perf_counter()
         self.step()
         return time.perf_counter() - began, self.scheduler.note
 
-    def begin(self, prompts: Sequence[tuple[int, Sequence[int]]], room: int) -> list[Prefill]:
-        """Submit requests named by their numbers, and step until all of them decode."""
+    def begin(self, prompts: Sequence[tuple[int, Sequence[int]]], max_tokens: int) -> list[Prefill]:
+        """Submit numbered prompts and step until all of them decode."""
         self._ids = [f"{place}_{number}" for place, (number, _) in enumerate(prompts)]
         for name, (_, prompt) in zip(self._ids, prompts, strict=True):
-            self.submit(Ask(name, prompt, room, ignores_end=True))
-        read = []
+            self.submit(TextRequest(name, prompt, max_tokens, ignore_eos=True))
+        prefills = []
         while True:
             seconds, note = self.timed_step()
             if note.prompt_tokens and not note.verified:
-                read.append(Prefill(tokens=note.prompt_tokens, seconds=seconds))
+                prefills.append(Prefill(tokens=note.prompt_tokens, seconds=seconds))
             if not note.prompt_tokens:
-                return read
+                return prefills
 
-    def withdraw(self) -> None:
-        """Give up the requests that `begin` submitted."""
+    def abort(self) -> None:
+        """Abort the requests that `begin` submitted."""
         self._llm.llm_engine.abort_request(self._ids)
         self._running = 0
 
 
-def calibrate(request: CalibrationRequest) -> CalibrationResult:
+def calibrate(request: CalibrationRequest, report: Report) -> CalibrationResult:
+    """Run the calibration in a child process."""
+    return run_module(__spec__.name, request, CalibrationResult, report)
+
+
+def _calibrate_here(request: CalibrationRequest, report: Report) -> CalibrationResult:
     bare = TimedEngine(request, drafter=None)
-    say_progress("vLLM has started without the drafter")
+    report("vLLM has started without the drafter")
     drafting = TimedEngine(request, drafter=request.drafter)
-    say_progress("vLLM has started with the drafter")
-    widest = max(request.rounds, key=lambda each: (each.batch, each.k))
-    _Round(bare, drafting, request, widest).run(most_turns=1)  # warms up
+    report("vLLM has started with the drafter")
+    largest = max(request.rounds, key=lambda each: (each.batch, each.k))
+    _Round(bare, drafting, request, largest).run(max_turns=1)  # warm-up
     results = []
     for each in request.rounds:
         results.append(_Round(bare, drafting, request, each).run())
-        say_progress(f"batch size {each.batch}, K = {each.k}")
+        report(f"batch size {each.batch}, K = {each.k}")
     config = drafting.config
     return CalibrationResult(
         runner="V2" if config.use_v2_model_runner else "V1",
@@ -171,13 +174,8 @@ def calibrate(request: CalibrationRequest) -> CalibrationResult:
     )
 
 
-def calibrate_apart(request: CalibrationRequest, report: Report) -> CalibrationResult:
-    """In a process of its own."""
-    return run_apart(__spec__.name, request, CalibrationResult, report)
-
-
 def draft_lengths(k: int) -> Iterator[int]:
-    """K for the next step, mostly `k`."""
+    """Drafts of each step: four steps with `k`, then one with none."""
     return cycle([*repeat(k, DRAFTING_IN_A_ROW), 0])
 
 
@@ -187,30 +185,30 @@ class _Round:
         bare: TimedEngine,
         drafting: TimedEngine,
         request: CalibrationRequest,
-        asked: RoundRequest,
+        settings: RoundRequest,
     ) -> None:
         self._bare, self._drafting = bare, drafting
-        self._asked = asked
-        self._prompts = [(number, request.prompts[number]) for number in asked.prompts]
-        # Where nothing is drafted every step is alike, and nothing is to be learnt of acceptance.
-        self._wanted = request.tokens if asked.k else request.tokens // 2
+        self._settings = settings
+        self._prompts = [(number, request.prompts[number]) for number in settings.prompts]
+        # Without drafts all steps are alike and there is no acceptance to measure.
+        self._tokens = request.tokens if settings.k else request.tokens // 2
         longest = max(len(prompt) for _, prompt in self._prompts)
-        whole = (request.tokens + 2 * DRAFTING_STEPS) * (request.draft_tokens + 1)
-        self._room = min(whole, request.max_length - longest)
+        enough = (request.tokens + 2 * DRAFTING_STEPS) * (request.draft_tokens + 1)
+        self._max_tokens = min(enough, request.max_length - longest)
         self._gained: dict[str, list[int]] = {}
 
-    def run(self, most_turns: int | None = None) -> RoundResult:
-        self._drafting.scheduler.drafts = draft_lengths(self._asked.k)
-        prefill_bare = self._bare.begin(self._prompts, self._room)
-        prefill_drafting = self._drafting.begin(self._prompts, self._room)
+    def run(self, max_turns: int | None = None) -> RoundResult:
+        self._drafting.scheduler.drafts = draft_lengths(self._settings.k)
+        prefill_bare = self._bare.begin(self._prompts, self._max_tokens)
+        prefill_drafting = self._drafting.begin(self._prompts, self._max_tokens)
         turns: list[Turn] = []
-        while not self._is_over() and len(turns) != most_turns:
+        while not self._is_over() and len(turns) != max_turns:
             turns.append(self._turn())
-        self._bare.withdraw()
-        self._drafting.withdraw()
+        self._bare.abort()
+        self._drafting.abort()
         return RoundResult(
-            batch=self._asked.batch,
-            k=self._asked.k,
+            batch=self._settings.batch,
+            k=self._settings.k,
             turns=turns,
             gained=[
                 Gained(prompt=int(name.partition("-")[0].partition("_")[2]), tokens=tokens)
@@ -226,33 +224,32 @@ class _Round:
         return Turn(bare=bare[1:], steps=steps[1:])
 
     def _bare_step(self) -> list[float]:
-        """Seconds, if the batch was full."""
-        if self._bare.running < self._asked.batch:
+        """The seconds of a step, if the batch was full."""
+        if self._bare.running < self._settings.batch:
             return []
         seconds, note = self._bare.timed_step()
-        return [seconds] if len(note.verified) == self._asked.batch else []
+        return [seconds] if len(note.verified) == self._settings.batch else []
 
     def _drafting_step(self) -> list[StepTime]:
-        if self._drafting.running < self._asked.batch:
+        if self._drafting.running < self._settings.batch:
             return []
         seconds, note = self._drafting.timed_step()
         for name, verified in note.verified.items():
             tokens = self._gained.setdefault(name, [])
-            if verified == self._asked.k and sum(tokens) < self._wanted:
+            if verified == self._settings.k and sum(tokens) < self._tokens:
                 tokens.append(note.tokens[name])
         lengths = set(note.verified.values())
-        if len(note.verified) != self._asked.batch or len(lengths) != 1:
+        if len(note.verified) != self._settings.batch or len(lengths) != 1:
             return []
         return [StepTime(verified=lengths.pop(), drafted=note.drafted, seconds=seconds)]
 
     def _is_over(self) -> bool:
-        """Every request has gained its tokens, or one has no room for more."""
-        if self._drafting.running < self._asked.batch:
+        """Every request has its tokens, or one has reached the maximum length."""
+        if self._drafting.running < self._settings.batch:
             return True
         gained = [sum(tokens) for tokens in self._gained.values()]
-        return len(gained) == self._asked.batch and min(gained) >= self._wanted
+        return len(gained) == self._settings.batch and min(gained) >= self._tokens
 
 
 if __name__ == "__main__":
-    wanted = CalibrationRequest.model_validate_json(sys.stdin.read())
-    say_result(calibrate(wanted))
+    answer_requests(CalibrationRequest, _calibrate_here)

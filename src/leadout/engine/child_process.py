@@ -1,134 +1,230 @@
-"""An engine in a process of its own, which reads a request and writes its result.
+"""Child processes: call a module with typed requests, or guard a command so that it never leaks.
 
-A module that is run so reads the request as JSON from its standard input, may write progress, and
-writes the result as its last line. One engine a process: vLLM's counters are the process's.
+`Child` starts `python -m MODULE` and sends it requests; the module answers them with
+`answer_requests`. Engines run this way: vLLM's counters belong to a process, a crash of the engine
+must not end the command that asked, and its log lines go into a file instead of onto the terminal.
+
+`python -m leadout.engine.child_process FD -- COMMAND` runs a command that must not outlive its
+owner. The owner holds the write end of a pipe whose read end is FD. However the owner ends -
+returns, raises, is killed with SIGKILL - the kernel closes its end, and the guard then stops the
+command and all processes that it started. It finds vLLM's engine core and workers even when their
+parent is gone, because it adopts orphans.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import TypeVar
+from types import FrameType, TracebackType
+from typing import Self, TypeVar
 
 from pydantic import BaseModel
 
 from leadout.errors import LeadoutError
 
-RESULT = "LEADOUT-RESULT "
-PROGRESS = "LEADOUT-PROGRESS "
-# What torchrun sets; vLLM would take the trainer's ranks and its meeting place for its own.
-_OF_TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-LOG_TAIL_LINES = 30
+LOG_TAIL_LINES = 40
+EXIT_SECONDS = 30.0  # for a child to exit after its last request
+# Set by torchrun; vLLM would take the trainer's ranks and rendezvous address for its own.
+_TORCHRUN_VARIABLES = (
+    *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+)
+# Replies of a child, one per line: the kind, a space, then text (progress) or JSON.
+_RESULT, _PROGRESS, _ERROR = "result", "progress", "error"
 
 Report = Callable[[str], None]
+Request = TypeVar("Request", bound=BaseModel)
 Result = TypeVar("Result", bound=BaseModel)
 
 
-class DecodeError(LeadoutError):
-    """The engine did not get through; the message ends with its last lines."""
+class EngineError(LeadoutError):
+    """vLLM did not start, refused its input or died; the message names the reason or the log."""
 
 
-def run_apart(
-    module: str, request: BaseModel, result: type[Result], report: Report = lambda _: None
+def ignore_progress(_: str) -> None:
+    """The default for callers that show no progress."""
+
+
+class Child:
+    """`python -m MODULE` in its own process, for as long as the `with` block lasts.
+
+    Everything the process prints goes into `log`. Without one it goes into a temporary file, which
+    is kept only if the process dies, so that the error can name it.
+    """
+
+    def __init__(
+        self, module: str, log: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._module = module
+        self._log = log
+        self._environment = {
+            name: value
+            for name, value in {**os.environ, **(environment or {})}.items()
+            if not name.startswith(_TORCHRUN_VARIABLES)
+        }
+        self._temporary_log: Path | None = None
+        self._is_dead = False
+        self._process: subprocess.Popen[str]
+
+    def __enter__(self) -> Self:
+        if self._log is None:
+            handle, name = tempfile.mkstemp(prefix="leadout-vllm-", suffix=".log")
+            os.close(handle)
+            self._log = self._temporary_log = Path(name)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C reaches the parent only, which stops the child
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None and not self._is_dead:
+                self._close()
+        finally:
+            self._process.kill()
+            with suppress(BrokenPipeError), self._process:
+                pass  # closes the pipes and waits
+            if self._temporary_log is not None:
+                self._temporary_log.unlink(missing_ok=True)
+
+    def call(
+        self,
+        request: BaseModel,
+        result: type[Result],
+        report: Report = ignore_progress,
+        seconds: float | None = None,
+    ) -> Result:
+        """Send a request and wait for its result; `report` receives the child's progress."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timer = threading.Timer(seconds or 0, self._process.kill)
+        if seconds is not None:
+            timer.start()
+        try:
+            self._process.stdin.write(request.model_dump_json() + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                kind, _, text = line.partition(" ")
+                if kind == _RESULT:
+                    return result.model_validate_json(text)
+                if kind == _ERROR:
+                    error = EngineError(json.loads(text)["message"])
+                    error.exit_code = json.loads(text)["exit_code"]
+                    raise error
+                report(text.strip())
+        except BrokenPipeError:
+            pass
+        finally:
+            timer.cancel()
+        raise self._death()
+
+    def _close(self) -> None:
+        """End of input: the child exits, and an engine in it can release what it holds."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            if self._process.wait(EXIT_SECONDS) != 0:
+                raise self._death()
+
+    def _death(self) -> EngineError:
+        assert self._log is not None
+        self._is_dead = True
+        self._temporary_log = None  # the message names it
+        code = self._process.wait()
+        return EngineError(f"vLLM's process ended with exit code {code}.\n{log_tail(self._log)}")
+
+
+def run_module(
+    module: str, request: BaseModel, result: type[Result], report: Report = ignore_progress
 ) -> Result:
-    """Run a module of this package with a request; `report` hears of its progress."""
-    found: str | None = None
-    said: deque[str] = deque(maxlen=LOG_TAIL_LINES)
-    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as asked:
-        asked.write(request.model_dump_json())
-        asked.seek(0)
-        with subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=asked,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env={n: value for n, value in os.environ.items() if not n.startswith(_OF_TORCHRUN)},
-            text=True,
-            errors="replace",
-        ) as process:
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    if line.startswith(RESULT):
-                        found = line.removeprefix(RESULT)
-                    elif line.startswith(PROGRESS):
-                        report(line.removeprefix(PROGRESS).strip())
-                    else:
-                        said.append(line.rstrip("\n"))
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode != 0 or found is None:
-            errors.seek(0)
-            said.extend(line.rstrip("\n") for line in errors)
-            tail = "\n".join(said)
-            raise DecodeError(f"vLLM ended with code {process.returncode}; its last lines:\n{tail}")
-    return result.model_validate_json(found)
+    """One request to a module in its own process."""
+    with Child(module) as child:
+        return child.call(request, result, report)
 
 
-def say_progress(text: str) -> None:
-    sys.stdout.write(f"\n{PROGRESS}{text}\n")
-    sys.stdout.flush()
+def answer_requests(request: type[Request], answer: Callable[[Request, Report], BaseModel]) -> None:
+    """The child's side: answer requests from standard input until it ends.
+
+    A `LeadoutError` is sent back as such; any other exception ends the process.
+    """
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # prints of vLLM and of its libraries go into the log
+    _end_with_parent()
+
+    def send(kind: str, text: str) -> None:
+        replies.write(f"{kind} {text}\n")
+
+    for line in sys.stdin:
+        try:
+            found = answer(request.model_validate_json(line), lambda text: send(_PROGRESS, text))
+        except LeadoutError as problem:
+            error = {"message": str(problem), "exit_code": problem.exit_code}
+            send(_ERROR, json.dumps(error))
+        else:
+            send(_RESULT, found.model_dump_json())
 
 
-def say_result(result: BaseModel) -> None:
-    sys.stdout.write(f"\n{RESULT}{result.model_dump_json()}\n")
+def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log, with its path as the heading."""
+    kept = log.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join([f"Last lines of {log}:", *(kept or ["(empty)"])])
 
 
-# Runs a command that must not outlive its owner: `python -m leadout.engine.child_process FD --
-# COMMAND`.
-#
-# The owner holds the write end of a pipe whose read end is FD. However the owner ends - returns,
-# raises, is killed with SIGKILL - the kernel closes its end, and the guard then stops the command
-# and every process that came from it. A server's own children (vLLM's engine core and workers) are
-# found even when their parent is gone, because the guard is their reaper.
+# The guard
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15.0  # for a clean shutdown, before SIGKILL
-PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: list[str]) -> int:
     lifeline, separator, command = int(arguments[0]), arguments[1], arguments[2:]
     if separator != "--" or not command:
         raise SystemExit("usage: python -m leadout.engine.child_process FD -- COMMAND...")
-    adopt_orphans()
-    stop_asked = False
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    stop_requested = False
 
-    def ask_to_stop(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal stop_asked
-        stop_asked = True
+    def request_stop(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal stop_requested
+        stop_requested = True
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
-    signal.signal(signal.SIGINT, ask_to_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGINT, request_stop)
     child = subprocess.Popen(command)
-    while child.poll() is None and not stop_asked:
+    while child.poll() is None and not stop_requested:
         # Nothing is ever written to the lifeline: readable means closed by the owner.
         readable, _, _ = select.select([lifeline], [], [], POLL_SECONDS)
-        stop_asked = stop_asked or bool(readable)
-    end_family(child)
+        stop_requested = stop_requested or bool(readable)
+    _stop_with_descendants(child)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent dies."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-
-
-def end_family(child: subprocess.Popen[bytes]) -> None:
-    """Ask the command to end, wait a little, then kill whatever of its family is left."""
+def _stop_with_descendants(child: subprocess.Popen[bytes]) -> None:
+    """Terminate the command, wait a little, then kill whatever it left behind."""
     if child.poll() is None:
         child.terminate()
         try:
@@ -136,17 +232,17 @@ def end_family(child: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-    while family := descendants(os.getpid()):
-        for pid in family:
+    while remaining := descendants(os.getpid()):
+        for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        reap()
+        _reap()
         time.sleep(POLL_SECONDS)
 
 
-def reap() -> None:
+def _reap() -> None:
     """Collect adopted children that have ended, so that they do not stay as zombies."""
     while True:
         try:
@@ -155,6 +251,17 @@ def reap() -> None:
             return
         if pid == 0:
             return
+
+
+def _end_with_parent() -> None:
+    # A parent that died before this call has closed the pipe with the requests.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def descendants(ancestor: int) -> list[int]:

@@ -1,4 +1,11 @@
-"""What an engine's drafter computed for a few texts, as a file of tensors. Needs no vLLM."""
+"""Records what a running engine's drafter computes, and stores it as a file of tensors.
+
+`DraftRecorder` attaches hooks to the drafter of one engine, under either of vLLM's model runners.
+No module or class of vLLM is changed, and the hooks are removed when the `with` block ends. The
+engine must live in this process, run eagerly and have one request at a time.
+
+`write_texts` and `read_texts` store the records. Importing this module needs no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +23,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RecordedContext:
-    """Of the tokens that the drafter has taken into its cache, in the order of their positions."""
+    """The context tokens in the drafter's cache, in the order of their positions."""
 
     positions: Tensor  # [tokens]
-    states: Tensor  # [tokens, taps * target width], what fc reads
+    states: Tensor  # [tokens, taps * target hidden size], the input of fc
     features: Tensor  # [tokens, H], after hidden_norm
-    keys: list[Tensor]  # of each layer [tokens, kv_heads, head_dim], normed and rotated
-    values: list[Tensor]  # of each layer [tokens, kv_heads, head_dim]
+    keys: list[Tensor]  # per layer [tokens, kv_heads, head_dim], normed and rotated
+    values: list[Tensor]  # per layer [tokens, kv_heads, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBlock:
-    """One block of drafts after the anchor; slot 0 is the anchor's."""
+    """One drafted block; slot 0 is the anchor."""
 
-    anchor: Tensor  # [], its position
+    anchor: Tensor  # [], position of the anchor
     drafts: Tensor  # [K]
     hidden: list[Tensor]  # after each layer [K + 1, H]
     final: Tensor  # [K + 1, H], normed
-    logits: Tensor  # [K, target vocabulary], minus infinity where the drafter has no token
+    logits: Tensor  # [K, target vocabulary], -inf for tokens outside the draft vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    tokens: Tensor  # [length], prompt and answer
+    tokens: Tensor  # [length], prompt and completion
     context: RecordedContext
     blocks: list[RecordedBlock]
 
@@ -91,7 +98,7 @@ def _text(part: _Names) -> RecordedText:
 
 
 class _Names(dict[str, Tensor]):
-    """Tensors by dotted names."""
+    """Tensors by dotted name."""
 
     def under(self, prefix: str) -> Self:
         return type(self)(
@@ -108,18 +115,11 @@ class _Names(dict[str, Tensor]):
         return [inside[str(number)] for number in range(len(inside))]
 
 
-# Listens to one engine's drafter: what it keeps of the context and what it makes of a block.
-#
-# It hears what passes through this engine's own objects, under both of vLLM's model runners. No
-# module or class of vLLM is changed, and the engine is as it was when the `with` block ends. The
-# engine must live in this process, run eagerly and have one request under way.
-
-
 @dataclass
 class _Step:
-    """From the target's states to the drafts, in the order in which it is heard."""
+    """From the target's hidden states to the drafts, in the order of computation."""
 
-    states: Tensor  # [tokens, taps * target width]
+    states: Tensor  # [tokens, taps * target hidden size]
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens]
     slots: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens], in the cache
     features: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens, H]
@@ -132,38 +132,38 @@ class _Step:
 
 
 class DraftRecorder:
-    """Keeps the first steps that it hears; `take` makes a text of them and starts anew."""
+    """Keeps the first `blocks` steps of a text; `take` returns them and starts the next text."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._steps: list[_Step] = []
-        self._hears_context = False
+        self._in_context = False
         self._norm: Callable[[Tensor], Tensor]
 
     @contextmanager
-    def listening(self, draft_model: Any) -> Iterator[None]:
-        """To the draft model of one worker, `worker.get_draft_model()`."""
+    def attached(self, draft_model: Any) -> Iterator[None]:
+        """Record from the draft model of one worker, `worker.get_draft_model()`."""
         model = draft_model.model
         with ExitStack() as until_end:
             for hook in (
                 model.fc.register_forward_pre_hook(self._begin),
-                *(layer.register_forward_hook(self._hear_layer) for layer in model.layers),
-                draft_model.register_forward_hook(self._hear_block, with_kwargs=True),
+                *(layer.register_forward_hook(self._on_layer) for layer in model.layers),
+                draft_model.register_forward_hook(self._on_block, with_kwargs=True),
             ):
                 until_end.callback(hook.remove)
-            heard: list[tuple[Any, str, Callable[..., Any]]] = [
-                (draft_model, "precompute_and_store_context_kv", self._around_context),
-                (draft_model, "compute_logits", self._around_logits),
+            wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+                (draft_model, "precompute_and_store_context_kv", self._wrap_context),
+                (draft_model, "compute_logits", self._wrap_logits),
             ]
             for layer in model.layers:
-                heard.append((layer.self_attn.attn.impl, "do_kv_cache_update", self._around_store))
-            for owner, name, around in heard:
-                until_end.enter_context(_around(owner, name, around))
+                wrapped.append((layer.self_attn.attn.impl, "do_kv_cache_update", self._wrap_store))
+            for owner, name, wrapper in wrapped:
+                until_end.enter_context(_wrapping(owner, name, wrapper))
             self._norm = model.hidden_norm
             yield
 
     def take(self, tokens: list[int]) -> RecordedText:
-        """The text that was heard, prompt and answer; drafts past its end are left out."""
+        """The record of a text, prompt and completion; blocks after its last token are left out."""
         steps, self._steps = self._steps, []
         return RecordedText(
             torch.tensor(tokens),
@@ -172,14 +172,14 @@ class DraftRecorder:
         )
 
     def _begin(self, _module: object, inputs: tuple[Tensor, ...]) -> None:
-        if len(self._steps) <= self._blocks:  # one more, which is never filled, ends the last
-            self._steps.append(_Step(_kept(inputs[0])))
+        if len(self._steps) <= self._blocks:  # one more, never filled, ends the last one
+            self._steps.append(_Step(_copied(inputs[0])))
 
     @property
     def _step(self) -> _Step | None:
         return self._steps[-1] if 0 < len(self._steps) <= self._blocks else None
 
-    def _around_context(
+    def _wrap_context(
         self,
         original: Callable[..., None],
         states: Tensor,
@@ -188,15 +188,15 @@ class DraftRecorder:
     ) -> None:
         step = self._step
         if step is not None and slots is not None:
-            step.positions = _kept(positions)
+            step.positions = _copied(positions)
             step.states = step.states[: len(positions)]
-            step.slots = _kept(slots if isinstance(slots, Tensor) else slots[0])
-            step.features = _kept(self._norm(states))
-        self._hears_context = step is not None
+            step.slots = _copied(slots if isinstance(slots, Tensor) else slots[0])
+            step.features = _copied(self._norm(states))
+        self._in_context = step is not None
         original(states, positions, slots)
-        self._hears_context = False
+        self._in_context = False
 
-    def _around_store(
+    def _wrap_store(
         self,
         original: Callable[..., None],
         attention: object,
@@ -205,50 +205,49 @@ class DraftRecorder:
         *rest: Any,
     ) -> None:
         step = self._step
-        if step is not None and self._hears_context:
-            step.keys.append(_kept(keys))
-            step.values.append(_kept(values))
+        if step is not None and self._in_context:
+            step.keys.append(_copied(keys))
+            step.values.append(_copied(values))
         original(attention, keys, values, *rest)
 
-    def _hear_layer(self, _layer: object, _inputs: object, output: tuple[Tensor, Tensor]) -> None:
+    def _on_layer(self, _layer: object, _inputs: object, output: tuple[Tensor, Tensor]) -> None:
         if self._step is not None:
             branch, residual = output  # vLLM adds them in the next norm
-            self._step.hidden.append(_kept(branch + residual))
+            self._step.hidden.append(_copied(branch + residual))
 
-    def _hear_block(
+    def _on_block(
         self, _model: object, _inputs: object, given: dict[str, Any], output: Tensor
     ) -> None:
         if self._step is not None:
             self._step.anchor = int(given["positions"][0])
-            self._step.final = _kept(output)
+            self._step.final = _copied(output)
 
-    def _around_logits(self, original: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    def _wrap_logits(self, original: Callable[..., Tensor], hidden: Tensor) -> Tensor:
         logits = original(hidden)
         if self._step is not None:
-            self._step.logits = _kept(logits)
+            self._step.logits = _copied(logits)
         return logits
 
 
 @contextmanager
-def _around(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Calls of this one object's method go through `around`, which is given the method first."""
-    setattr(owner, name, partial(around, getattr(owner, name)))
+def _wrapping(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Call `wrapper(method, ...)` in place of one object's method."""
+    setattr(owner, name, partial(wrapper, getattr(owner, name)))
     try:
         yield
     finally:
-        delattr(owner, name)  # the class's method is seen again
+        delattr(owner, name)  # uncovers the method of the class
 
 
 def _context(steps: list[_Step]) -> RecordedContext:
-    """Of all steps, what stays: rejected drafts are passed along too, beyond the anchor."""
+    """The context of all steps, without the rejected drafts that vLLM passes beyond the anchor."""
     steps = [step for step in steps if step.anchor >= 0]
-    stays = [(step.positions < step.anchor) & (step.slots >= 0) for step in steps]
-    places = torch.cat([step.positions[stay] for step, stay in zip(steps, stays, strict=True)])
+    kept = [(step.positions < step.anchor) & (step.slots >= 0) for step in steps]
+    places = torch.cat([step.positions[mask] for step, mask in zip(steps, kept, strict=True)])
     order = places.argsort()
 
     def joined(parts: list[Tensor]) -> Tensor:
-        kept = [part[stay] for part, stay in zip(parts, stays, strict=True)]
-        return torch.cat(kept)[order]
+        return torch.cat([part[mask] for part, mask in zip(parts, kept, strict=True)])[order]
 
     layers = range(len(steps[0].keys))
     return RecordedContext(
@@ -271,5 +270,5 @@ def _block(step: _Step) -> RecordedBlock:
     )
 
 
-def _kept(tensor: Tensor) -> Tensor:
+def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)

@@ -1,58 +1,48 @@
-"""Load on a running server through vLLM's own generator, the one behind `vllm bench serve`.
+"""Load tests of a running server with vLLM's own generator, the one behind `vllm bench serve`.
 
-Importing it takes ten seconds and it prints a lot, so it lives in a process of its own that takes
-one request a line and answers with one line, for as long as its input lasts:
-
-    python -m leadout.engine.load_test < requests.jsonl
+Importing the generator takes ten seconds and it prints a lot, so `LoadGenerator` keeps it in a
+child process that runs one load after the other.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.errors import LeadoutError
+from leadout.engine.child_process import Child, EngineError, Report, answer_requests
 
 
-class LoadError(LeadoutError):
-    """A load that cannot be counted: requests failed, or the generator itself did."""
-
-
-class _Record(BaseModel):
+class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class LoadRequest(_Record):
-    """So many chat requests from a file of prompts, at most `concurrency` at a time, greedy."""
+class LoadRequest(_Message):
+    """Greedy chat requests with the first prompts of a file, at most `concurrency` at a time."""
 
     url: str
-    prompts: Path  # JSONL, one {"prompt": ...} a line, taken in order
+    prompts: Path  # JSONL, one {"prompt": ...} per line, used in order
     requests: int
     concurrency: int
     output_tokens: int  # of every request: the end-of-text token is ignored
 
 
-class Drafting(_Record):
-    """The server's counters of speculation over the load. Steps without a draft are not in them."""
+class Drafting(_Message):
+    """The server's speculation counters over the load; steps without drafts do not count."""
 
-    drafts: int  # blocks, one for each request and step
+    drafts: int  # blocks, one per request and step
     draft_tokens: int
     accepted: int
-    by_position: list[float]  # share of blocks whose draft at this position stood
+    by_position: list[float]  # share of blocks whose draft at this position was accepted
 
     @property
     def acceptance_length(self) -> float:
         return 1 + self.accepted / self.drafts
 
 
-class LoadResult(_Record):
+class LoadResult(_Message):
     """What the generator measured; times in seconds, lists by request."""
 
     requests: int
@@ -60,22 +50,28 @@ class LoadResult(_Record):
     output_tokens: int
     seconds: float
     tokens_per_second: float  # output tokens
-    ttfts: list[float]  # until the first token
-    tpots: list[float]  # for each token after the first
-    itl_median: float  # between two pieces of a stream, which hold several tokens with drafts
+    ttfts: list[float]  # time to first token
+    tpots: list[float]  # time per output token after the first
+    itl_median: float  # between two chunks of a stream, which hold several tokens with drafts
     itl_p99: float
     drafting: Drafting | None
 
 
-class Answer(_Record):
-    """What comes back for a request: a result, or why there is none."""
+class LoadGenerator(Child):
+    """`with LoadGenerator(log) as generator:`, then any number of `generator.run(request)`."""
 
-    result: LoadResult | None = None
-    error: str | None = None
+    def __init__(self, log: Path) -> None:
+        # One thread: it must not take cores from the servers that it measures.
+        super().__init__(
+            __spec__.name, log, {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+        )
+
+    def run(self, request: LoadRequest) -> LoadResult:
+        return self.call(request, LoadResult)
 
 
 def generator_flags(request: LoadRequest) -> list[str]:
-    """The same in the flags of `vllm bench serve`; model and tokenizer are the server's."""
+    """The request as flags of `vllm bench serve`; model and tokenizer are the server's."""
     return [
         *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
         *("--base-url", request.url),
@@ -90,30 +86,20 @@ def generator_flags(request: LoadRequest) -> list[str]:
     ]
 
 
-def run_load(request: LoadRequest) -> LoadResult:
-    """In this process, which imports vLLM's generator for it."""
-    from vllm.benchmarks.serve import add_cli_args, main
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    return result_of(main(parser.parse_args(generator_flags(request))), request)
-
-
 def result_of(raw: Mapping[str, Any], request: LoadRequest) -> LoadResult:
     """The generator's own result, refused unless every request wrote all its tokens."""
     if raw["failed"] or raw["completed"] != request.requests:
         reasons = [text.strip().splitlines()[-1] for text in raw["errors"] if text.strip()]
-        raise LoadError(
-            f"found {raw['completed']} of {request.requests} requests answered, wanted all; first "
-            f"error: {reasons[0] if reasons else 'none told'}. See the server's log; a prompt that "
-            "is too long needs a larger --max-model-len."
+        raise EngineError(
+            f"Only {raw['completed']} of {request.requests} requests succeeded; first error: "
+            f"{reasons[0] if reasons else 'none reported'}. See the server's log; if a prompt is "
+            "too long, increase --max-model-len."
         )
     written = set(raw["output_lens"])
     if written != {request.output_tokens}:
-        raise LoadError(
-            f"found answers of {min(written)} to {max(written)} tokens, wanted "
-            f"{request.output_tokens} each; give the servers a larger --max-model-len"
+        raise EngineError(
+            f"Responses have {min(written)} to {max(written)} tokens, expected "
+            f"{request.output_tokens} each. Increase --max-model-len of the servers."
         )
     after_first = request.output_tokens - 1
     return LoadResult(
@@ -144,79 +130,18 @@ def _drafting(raw: Mapping[str, Any]) -> Drafting | None:
     )
 
 
-def main() -> None:
-    """Answer requests until there are no more; what the generator prints goes to stderr."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
-        try:
-            answer = Answer(result=run_load(LoadRequest.model_validate_json(line)))
-        except (Exception, SystemExit) as problem:  # argparse exits
-            answer = Answer(error=str(problem) or type(problem).__name__)
-        answers.write(answer.model_dump_json() + "\n")
-        answers.flush()
+def _run_load(request: LoadRequest, _report: Report) -> LoadResult:
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    try:
+        raw = main(parser.parse_args(generator_flags(request)))
+    except (Exception, SystemExit) as problem:  # argparse exits; the next load may still work
+        raise EngineError(str(problem) or type(problem).__name__) from problem
+    return result_of(raw, request)
 
 
 if __name__ == "__main__":
-    main()
-
-# vLLM's load generator in a process that is started once and used for many loads.
-
-LOG_TAIL_LINES = 20
-
-
-class LoadGenerator:
-    """`with LoadGenerator(log) as generator:` then `generator.run(request)`, any number of times.
-
-    It reads requests from a pipe that we hold, so it ends with us, however we end.
-    """
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Self:
-        # One thread: it must not take cores from the servers that it measures.
-        quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "leadout.engine.load_test"],
-                env={**os.environ, **quiet},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,  # a Ctrl-C is ours to handle
-            )
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.communicate()
-
-    def run(self, request: LoadRequest) -> LoadResult:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(request.model_dump_json() + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise LoadError(f"vLLM's load generator ended\n{self._log_tail()}")
-        answer = Answer.model_validate_json(line)
-        if answer.result is None:
-            raise LoadError(answer.error)
-        return answer.result
-
-    def _log_tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
-        return "\n".join([f"last lines of {self._log}:", *lines[-LOG_TAIL_LINES:]])
+    answer_requests(LoadRequest, _run_load)

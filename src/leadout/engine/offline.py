@@ -1,34 +1,43 @@
-"""Text through vLLM in one continuous queue: requests go in at any time, answers come out.
+"""Text generation with vLLM, without a server: in this process or in a child process.
 
-The engine lives in this process, so that it dies with it. A request's random numbers come from its
-own seed: its answer does not depend on what else is under way (up to the rounding of the batch).
+`TextEngine` runs in this process: requests can be submitted at any time and completions come out
+of `step`. Each request has its own random seed, so that its text does not depend on which other
+requests run (up to the rounding of the batch).
+
+`run_session` starts an engine in a child process, completes sets of prompts with it, and returns
+the texts with vLLM's acceptance counters and, on request, the tensors of the drafter.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.engine.child_process import Report, run_apart, say_progress, say_result
+from leadout.engine.child_process import (
+    EngineError,
+    Report,
+    answer_requests,
+    ignore_progress,
+    run_module,
+)
 from leadout.engine.draft_recorder import DraftRecorder, RecordedText, write_texts
 from leadout.engine.settings import SCHEDULER
-from leadout.errors import LeadoutError
 
-
-class EngineStartError(LeadoutError):
-    """vLLM refuses the target or a setting."""
+SESSION_CONCURRENCY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, in token ids; temperature 0 is greedy."""
+class TextRequest:
+    """A prompt in token ids and how to continue it; temperature 0 is greedy."""
 
     id: str
     prompt: Sequence[int]
@@ -36,13 +45,13 @@ class Ask:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    stop_tokens: Sequence[int] = ()  # besides the target's own
-    ignores_end: bool = False  # write on to max_tokens, whatever the target says
+    stop_tokens: Sequence[int] = ()  # in addition to the target's own
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came of a request; `tokens` ends with the stop token where there was one."""
+class Completion:
+    """The text of a request; `tokens` ends with the stop token if there was one."""
 
     id: str
     tokens: list[int]
@@ -50,7 +59,10 @@ class Answer:
 
 
 class TextEngine:
-    """vLLM with a target and, if one is given, with a drafter that guesses K tokens before it."""
+    """vLLM with a target and optionally a drafter, in this process.
+
+    With `log`, what vLLM prints goes into that file instead of onto the terminal.
+    """
 
     def __init__(
         self,
@@ -63,80 +75,82 @@ class TextEngine:
         drafter: str | None = None,
         draft_tokens: int = 0,  # K
         eager: bool = False,
-        **settings: Any,  # more of vLLM's
+        log: Path | None = None,
+        **settings: Any,  # passed to vLLM
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-        # Only read on CPUs, where vLLM's own guess is most of the machine's memory.
+        # Read on CPUs only, where vLLM's default is most of the machine's memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        from vllm import LLM
-        from vllm.platforms import current_platform
+        with _output_in(log):
+            from vllm import LLM
+            from vllm.platforms import current_platform
 
-        on_cpu = current_platform.is_cpu()
-        if on_cpu and drafter is not None:
-            settings.setdefault("scheduler_cls", SCHEDULER)  # else sampled text may be wrong
-        if on_cpu and settings.get("max_num_batched_tokens", max_length) >= max_length:
-            # vLLM 0.32 winds a seeded request's random numbers back after each part of a prompt
-            # but the last, which a CPU's generator refuses: the engine would die of it.
-            settings.setdefault("enable_chunked_prefill", False)
-        try:
-            self._llm = LLM(
-                model=target,
-                dtype=dtype,
-                max_model_len=max_length,
-                max_num_seqs=max_requests,
-                seed=seed,
-                # Compilation takes minutes on a CPU; there vLLM's own kernels serve better.
-                enforce_eager=on_cpu or eager,
-                compilation_config={"custom_ops": ["all"]} if on_cpu else None,
-                speculative_config=_speculation(drafter, draft_tokens),
-                disable_log_stats=drafter is None,
-                **settings,
-            )
-        except ValueError as problem:
-            reason = " ".join(str(problem).split()).partition(" [type=")[0]
-            raise EngineStartError(
-                f"{target}: vLLM does not start: {reason} (asked for at most {max_length} tokens "
-                f"in {dtype})"
-            ) from problem
-        # See `sound_drafts`: on a CPU nothing is drafted beside a sampled request.
+            on_cpu = current_platform.is_cpu()
+            if on_cpu and drafter is not None:
+                settings.setdefault("scheduler_cls", SCHEDULER)  # else sampled text may be wrong
+            if on_cpu and settings.get("max_num_batched_tokens", max_length) >= max_length:
+                # vLLM 0.32 rewinds a seeded request's random generator after each chunk of a
+                # prompt but the last. CPU generators do not support this: the engine would die.
+                settings.setdefault("enable_chunked_prefill", False)
+            try:
+                self._llm = LLM(
+                    model=target,
+                    dtype=dtype,
+                    max_model_len=max_length,
+                    max_num_seqs=max_requests,
+                    seed=seed,
+                    # Compiling takes minutes on a CPU, where vLLM's own kernels are faster.
+                    enforce_eager=on_cpu or eager,
+                    compilation_config={"custom_ops": ["all"]} if on_cpu else None,
+                    speculative_config=_speculation(drafter, draft_tokens),
+                    disable_log_stats=drafter is None,
+                    **settings,
+                )
+            except ValueError as problem:
+                reason = " ".join(str(problem).split()).partition(" [type=")[0]
+                raise EngineError(
+                    f"{target}: vLLM does not start with a maximum of {max_length} tokens in "
+                    f"{dtype}: {reason}"
+                ) from problem
+        # On a CPU, Leadout's scheduler drafts nothing while a sampled request runs.
         self.drafts_for_sampled = not on_cpu
         self._running = 0
         self._has_counters = drafter is not None
 
     @property
     def running(self) -> int:
-        """Requests that have gone in and not come out."""
+        """Requests that were submitted and are not complete."""
         return self._running
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, request: TextRequest) -> None:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         self._llm.llm_engine.add_request(
-            ask.id,
-            tokens_input(list(ask.prompt)),
+            request.id,
+            tokens_input(list(request.prompt)),
             SamplingParams(
-                temperature=ask.temperature,
-                top_p=ask.top_p,
-                seed=ask.seed if ask.temperature > 0 else None,
-                max_tokens=ask.max_tokens,
-                stop_token_ids=list(ask.stop_tokens) or None,
-                ignore_eos=ask.ignores_end,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed if request.temperature > 0 else None,
+                max_tokens=request.max_tokens,
+                stop_token_ids=list(request.stop_tokens) or None,
+                ignore_eos=request.ignore_eos,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
         self._running += 1
 
-    def step(self) -> list[Answer]:
-        """One step of the engine; the answers that it finished."""
+    def step(self) -> list[Completion]:
+        """Run one step of the engine; returns the completions that it finished."""
         finished = [output for output in self._llm.llm_engine.step() if output.finished]
         self._running -= len(finished)
         return [
-            Answer(
+            Completion(
                 output.request_id,
                 list(output.outputs[0].token_ids),
                 "stop" if output.outputs[0].finish_reason == "stop" else "length",
@@ -144,32 +158,64 @@ class TextEngine:
             for output in finished
         ]
 
-    def answer_all(self, asks: Sequence[Ask]) -> list[Answer]:
-        """Every answer, in the order of the requests."""
-        for ask in asks:
-            self.submit(ask)
-        answers: dict[str, Answer] = {}
+    def complete(self, requests: Sequence[TextRequest]) -> list[Completion]:
+        """All completions, in the order of the requests."""
+        for request in requests:
+            self.submit(request)
+        completions: dict[str, Completion] = {}
         while self.running:
-            answers |= {answer.id: answer for answer in self.step()}
-        return [answers[ask.id] for ask in asks]
+            completions |= {each.id: each for each in self.step()}
+        return [completions[request.id] for request in requests]
 
     def draft_model(self) -> Any:
-        """The drafter as vLLM runs it: a module of its own, in this process."""
+        """The drafter's module as vLLM runs it in this process."""
         (model,) = self._llm.collective_rpc(_draft_model)
         return model
 
-    def forget_prompts(self) -> None:
-        """Compute the next prompts whole, whatever is known of their beginnings."""
+    def reset_prefix_cache(self) -> None:
+        """Make vLLM compute the next prompts from their first token on."""
         self._llm.reset_prefix_cache()
 
     def counters(self) -> dict[str, Any]:
-        """vLLM's counters of speculation so far, if there is one; those by position are lists."""
+        """vLLM's speculation counters so far; per-position counters are lists."""
         if not self._has_counters:
             return {}
         found = {m.name: m for m in self._llm.get_metrics() if "spec_decode" in m.name}
         return {
             name: getattr(m, "values", None) or getattr(m, "value", 0) for name, m in found.items()
         }
+
+
+@contextmanager
+def _output_in(log: Path | None) -> Iterator[None]:
+    """Send all output of this process into a log, and vLLM's log lines also from then on.
+
+    At the level of file descriptors: C++ libraries print during the start, too.
+    """
+    if log is None:
+        yield
+        return
+    _flush_output()
+    terminal = [os.dup(descriptor) for descriptor in (1, 2)]
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+        logger = logging.getLogger("vllm")
+        handler = logging.FileHandler(log, encoding="utf-8")
+        handler.setFormatter(next((each.formatter for each in logger.handlers), None))
+        logger.handlers = [handler]
+    finally:
+        _flush_output()
+        for descriptor, original in enumerate(terminal, start=1):
+            os.dup2(original, descriptor)
+            os.close(original)
+
+
+def _flush_output() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _draft_model(worker: Any) -> Any:
@@ -182,25 +228,15 @@ def _speculation(drafter: str | None, draft_tokens: int) -> dict[str, Any] | Non
     return {"method": "dflash", "model": drafter, "num_speculative_tokens": draft_tokens}
 
 
-# One start of the engine, and all that is wanted of it: answers, counters, recorded drafts.
-#
-# The process reads a request from its standard input and writes the result as its last line:
-#
-#     python -m leadout.engine.offline < request.json
-
-# Requests at a time.
-CONCURRENCY = 16
-
-
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Recording(_Message):
-    """Which prompts to record the drafter's tensors for, one at a time, and where to."""
+    """Prompts for which to record the drafter's tensors, one prompt at a time, and the file."""
 
     prompts: list[list[int]]
-    blocks: int  # of each prompt
+    blocks: int  # per prompt
     path: Path
 
 
@@ -208,8 +244,8 @@ class SessionRequest(_Message):
     target: str
     drafter: str | None = None
     draft_tokens: int = 0  # K
-    prompts: dict[str, list[list[int]]]  # by set
-    # Every prompt once at each; with a drafter on a CPU only greedily.
+    prompts: dict[str, list[list[int]]]  # by prompt set
+    # Every prompt runs once at each; with a drafter on a CPU only at temperature 0.
     temperatures: list[float] = [0.0]
     max_tokens: int
     max_length: int
@@ -218,7 +254,7 @@ class SessionRequest(_Message):
 
 
 class SetRun(_Message):
-    """One prompt set at one temperature, by vLLM's counters."""
+    """One prompt set at one temperature, with vLLM's counters."""
 
     prompt_set: str
     temperature: float
@@ -235,82 +271,87 @@ class SessionResult(_Message):
     runs: list[SetRun]
 
 
-def run(request: SessionRequest) -> SessionResult:
-    """In this process; one engine a process, for the counters are the process's."""
+def run_session(request: SessionRequest, report: Report = ignore_progress) -> SessionResult:
+    """Run a session in a child process."""
+    return run_module(__spec__.name, request, SessionResult, report)
+
+
+def _run_session_here(request: SessionRequest, report: Report) -> SessionResult:
     engine = TextEngine(
         request.target,
         max_length=request.max_length,
-        max_requests=CONCURRENCY,
+        max_requests=SESSION_CONCURRENCY,
         dtype=request.dtype,
         drafter=request.drafter,
         draft_tokens=request.draft_tokens,
-        eager=True,  # the recorder hears nothing of a captured graph
+        eager=True,  # the recorder's hooks do not run in a captured graph
     )
-    say_progress("vLLM has started")
+    report("vLLM has started")
     if request.recording is not None:
-        asked = request.recording
-        write_texts(_record(engine, asked, request.draft_tokens), asked.path)
-        say_progress(f"recorded drafts of {len(asked.prompts)} prompts")
+        recording = request.recording
+        write_texts(_record(engine, recording, request.draft_tokens), recording.path)
+        report(f"recorded drafts of {len(recording.prompts)} prompts")
     runs = []
     temperatures = request.temperatures
     if request.drafter is not None and not engine.drafts_for_sampled:
         temperatures = [each for each in temperatures if each == 0]
     for temperature in temperatures:
-        number = itertools.count()  # every prompt has its own, whatever its set
+        numbers = itertools.count()  # unique over all sets
         for name, prompts in request.prompts.items():
-            asks = [
-                _ask(next(number), prompt, temperature, request.max_tokens) for prompt in prompts
+            requests = [
+                TextRequest(
+                    f"{temperature:g}/{number}",
+                    prompt,
+                    request.max_tokens,
+                    temperature,
+                    seed=number,
+                )
+                for prompt, number in zip(prompts, numbers, strict=False)
             ]
-            runs.append(_run_set(engine, name, temperature, asks))
-            say_progress(f"{name} at temperature {temperature:g}")
+            runs.append(_run_set(engine, name, temperature, requests))
+            report(f"{name} at temperature {temperature:g}")
     return SessionResult(runs=runs)
 
 
-def run_session_apart(request: SessionRequest, report: Report = lambda _: None) -> SessionResult:
-    """In a process of its own."""
-    return run_apart(__spec__.name, request, SessionResult, report)
-
-
-def _ask(number: int, prompt: Sequence[int], temperature: float, max_tokens: int) -> Ask:
-    return Ask(f"{temperature:g}/{number}", prompt, max_tokens, temperature, seed=number)
-
-
-def _run_set(engine: TextEngine, name: str, temperature: float, asks: Sequence[Ask]) -> SetRun:
-    before = _Counts(engine)
-    answers = engine.answer_all(asks)
-    after = _Counts(engine)
+def _run_set(
+    engine: TextEngine, name: str, temperature: float, requests: Sequence[TextRequest]
+) -> SetRun:
+    steps_before, accepted_before = _acceptance_counts(engine)
+    completions = engine.complete(requests)
+    steps, accepted = _acceptance_counts(engine)
     return SetRun(
         prompt_set=name,
         temperature=temperature,
-        answers=[answer.tokens for answer in answers],
-        steps=after.steps - before.steps,
+        answers=[each.tokens for each in completions],
+        steps=steps - steps_before,
         accepted_by_position=[
-            new - old for new, old in zip(after.by_position, before.by_position, strict=True)
+            now - before for now, before in zip(accepted, accepted_before, strict=True)
         ],
     )
 
 
-class _Counts:
-    def __init__(self, engine: TextEngine) -> None:
-        counters = engine.counters()
-        self.steps: int = counters.get("vllm:spec_decode_num_drafts", 0)
-        by_position = counters.get("vllm:spec_decode_num_accepted_tokens_per_pos", [])
-        self.by_position: list[int] = list(by_position)
+def _acceptance_counts(engine: TextEngine) -> tuple[int, list[int]]:
+    """Drafted blocks so far, and accepted drafts by position."""
+    counters = engine.counters()
+    return (
+        counters.get("vllm:spec_decode_num_drafts", 0),
+        list(counters.get("vllm:spec_decode_num_accepted_tokens_per_pos", [])),
+    )
 
 
-def _record(engine: TextEngine, asked: Recording, draft_tokens: int) -> list[RecordedText]:
-    recorder = DraftRecorder(asked.blocks)
-    # Enough for so many blocks even if every draft stands.
-    max_tokens = asked.blocks * (draft_tokens + 1) + 1
+def _record(engine: TextEngine, recording: Recording, draft_tokens: int) -> list[RecordedText]:
+    recorder = DraftRecorder(recording.blocks)
+    # Enough for that many blocks even if every draft is accepted.
+    max_tokens = recording.blocks * (draft_tokens + 1) + 1
     texts = []
-    with recorder.listening(engine.draft_model()):
-        for number, prompt in enumerate(asked.prompts):
-            engine.forget_prompts()
-            (answer,) = engine.answer_all([Ask(f"recorded/{number}", prompt, max_tokens)])
-            texts.append(recorder.take([*prompt, *answer.tokens]))
+    with recorder.attached(engine.draft_model()):
+        for number, prompt in enumerate(recording.prompts):
+            engine.reset_prefix_cache()
+            request = TextRequest(f"recorded/{number}", prompt, max_tokens)
+            (completion,) = engine.complete([request])
+            texts.append(recorder.take([*prompt, *completion.tokens]))
     return texts
 
 
 if __name__ == "__main__":
-    wanted = SessionRequest.model_validate_json(sys.stdin.read())
-    say_result(run(wanted))
+    answer_requests(SessionRequest, _run_session_here)

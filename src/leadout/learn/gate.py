@@ -20,7 +20,7 @@ from leadout.check.lossless import compare_answers
 from leadout.check.result import Finding, Gravity, Lossless, Progress
 from leadout.check.static import static_findings
 from leadout.checkpoints import Checkpoint, CheckpointError, read_checkpoint
-from leadout.engine.offline import SessionRequest, run_session_apart
+from leadout.engine.offline import SessionRequest, run_session
 from leadout.evaluate.acceptance import TextAcceptance
 from leadout.evaluate.compare import judge, served_drafts
 from leadout.evaluate.hidden_states import load_model
@@ -259,8 +259,8 @@ def prove_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lo
         dtype="float32",
     )
     together = alone.model_copy(update={"drafter": str(drafter), "draft_tokens": drafts})
-    (bare,) = run_session_apart(alone).runs
-    (speculative,) = run_session_apart(together).runs
+    (bare,) = run_session(alone).runs
+    (speculative,) = run_session(together).runs
     if bare.answers == speculative.answers:
         count = len(samples)
         return Lossless(texts=count, equal_texts=count, divergences=[], largest_allowed_gap=0.0)

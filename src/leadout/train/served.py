@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints import load_drafter
 from leadout.dflash.target import Target
-from leadout.engine.offline import SessionRequest, run_session_apart
+from leadout.engine.offline import SessionRequest, run_session
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.evaluate.acceptance import accepted_drafts, along_decoding, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
@@ -68,7 +68,7 @@ def compare_with_served(
         max_length=max_length,
         dtype=str(precision).removeprefix("torch."),
     )
-    (served,) = run_session_apart(request).runs
+    (served,) = run_session(request).runs
     sequences = [
         TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
         for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))

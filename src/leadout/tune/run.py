@@ -16,7 +16,7 @@ from leadout.engine.calibration import (
     RoundRequest,
     RoundResult,
     Turn,
-    calibrate_apart,
+    calibrate,
 )
 from leadout.evaluate.prompts import default_or_given
 from leadout.findings import Severity
@@ -132,7 +132,7 @@ def tune(request: TuneRequest, progress: Progress, tokens: int = TOKENS) -> Tune
         block_size=most + 1,
     )
     done = progress.stage("bare and drafting engine in turns", 2 + len(ready.rounds))
-    result = calibrate_apart(
+    result = calibrate(
         CalibrationRequest(
             target=str(ready.target),
             drafter=str(ready.drafter),

@@ -60,7 +60,7 @@ def test_an_engine_that_cannot_be_imported_is_reported_not_fatal(
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libcudart is missing')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    answer = facts.ask_engine()
+    answer = facts.probe_engine()
     assert answer.error is not None
     assert "libcudart is missing" in answer.error
     assert "does not work" in answer.summary()
@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_be_imported_is_reported_not_fatal(
 def test_no_command_is_usable_with_an_engine_that_is_not(
     engine: facts.EngineFacts, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "ask_engine", lambda: engine)
+    monkeypatch.setattr(environment, "probe_engine", lambda: engine)
     needs = {"serve": (Need("vllm", "pip install it"),), "convert": ()}
     commands = environment.collect(needs).commands
     assert not commands["serve"].usable

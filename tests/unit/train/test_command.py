@@ -16,7 +16,7 @@ from leadout.checkpoints import load_drafter, read_checkpoint
 from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
 from leadout.dflash.generate import generate
-from leadout.engine.child_process import DecodeError
+from leadout.engine.child_process import EngineError
 from leadout.engine.offline import SessionRequest, SessionResult, SetRun
 from leadout.train import command, served
 from leadout.train.config import TrainConfig
@@ -64,7 +64,7 @@ def reference_decode(request: SessionRequest) -> SessionResult:
 def train(
     target_folder: Path, data: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Train]:
-    monkeypatch.setattr(served, "run_session_apart", reference_decode)
+    monkeypatch.setattr(served, "run_session", reference_decode)
     monkeypatch.setattr(command, "SERVED_TOKENS", 40)
 
     def run(*words: str, out: str = "out", folder: Path = data.folder) -> Result:
@@ -175,7 +175,7 @@ def test_a_different_acceptance_in_vllm_fails_the_run(
         counted = {"steps": steps, "accepted_by_position": [accepted]}
         return SessionResult(runs=[run.model_copy(update=counted)])
 
-    monkeypatch.setattr(served, "run_session_apart", differs)
+    monkeypatch.setattr(served, "run_session", differs)
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 1
     assert message in ended.stderr
@@ -209,14 +209,14 @@ def test_a_crash_of_vllm_fails_the_run_with_its_last_output(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fails(_: SessionRequest) -> SessionResult:
-        raise DecodeError("vLLM ended with code 1; its last lines:\nno room")
+        raise EngineError("vLLM ended with code 1; its last lines:\nno room")
 
-    monkeypatch.setattr(served, "run_session_apart", fails)
+    monkeypatch.setattr(served, "run_session", fails)
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 2
     assert "no room" in ended.stderr
     # A later attempt need not train again.
-    monkeypatch.setattr(served, "run_session_apart", reference_decode)
+    monkeypatch.setattr(served, "run_session", reference_decode)
     assert train("--epochs", "0.3", "--resume").exit_code == 0
 
 
@@ -321,7 +321,7 @@ def test_ctrl_c_says_how_to_continue(
     assert "Stopped at step 0 of 3; continue with `leadout train " in ended.stderr
     assert again in ended.stderr
     with monkeypatch.context() as patch:
-        patch.setattr(served, "run_session_apart", interrupted)
+        patch.setattr(served, "run_session", interrupted)
         ended = train("--epochs", "0.3", "--resume")
     assert ended.exit_code == 130
     assert "Stopped after training, before the drafter was verified; continue" in ended.stderr

@@ -1,4 +1,4 @@
-"""What vLLM's load generator says is taken over whole, or not at all."""
+"""Results of vLLM's load generator count only if every request succeeded."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from leadout.engine.load_test import (
-    LoadError,
-    LoadGenerator,
-    LoadRequest,
-    generator_flags,
-    result_of,
-)
+from leadout.engine.child_process import EngineError
+from leadout.engine.load_test import LoadGenerator, LoadRequest, generator_flags, result_of
 
 REQUEST = LoadRequest(
     url="http://127.0.0.1:9", prompts=Path("p.jsonl"), requests=2, concurrency=2, output_tokens=5
@@ -40,7 +35,7 @@ def raw(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_times_are_seconds_and_tokens_after_the_first_are_counted() -> None:
+def test_times_are_in_seconds_and_tpot_excludes_the_first_token() -> None:
     found = result_of(raw(), REQUEST)
     assert found.tokens_per_second == 20.0
     assert found.tpots == pytest.approx([0.1, 0.05])
@@ -48,7 +43,7 @@ def test_times_are_seconds_and_tokens_after_the_first_are_counted() -> None:
     assert found.drafting is None
 
 
-def test_counters_of_speculation_give_the_acceptance_length() -> None:
+def test_acceptance_length_comes_from_the_speculation_counters() -> None:
     found = result_of(
         raw(
             spec_decode_num_drafts=4,
@@ -64,23 +59,23 @@ def test_counters_of_speculation_give_the_acceptance_length() -> None:
 
 def test_a_failed_request_is_an_error_with_its_reason() -> None:
     broken = raw(failed=1, completed=1, errors=["", "Traceback\n  deep\nBad Request"])
-    with pytest.raises(LoadError, match=r"found 1 of 2 requests answered.*Bad Request"):
+    with pytest.raises(EngineError, match=r"Only 1 of 2 requests succeeded.*Bad Request"):
         result_of(broken, REQUEST)
 
 
-def test_answers_of_unequal_length_are_not_compared() -> None:
-    with pytest.raises(LoadError, match="found answers of 3 to 5 tokens, wanted 5 each"):
+def test_responses_of_different_length_are_an_error() -> None:
+    with pytest.raises(EngineError, match="3 to 5 tokens, expected 5 each"):
         result_of(raw(output_lens=[3, 5]), REQUEST)
 
 
-def test_loads_are_greedy_and_of_equal_length() -> None:
+def test_loads_are_greedy_and_of_fixed_length() -> None:
     flags = generator_flags(REQUEST)
     assert "--ignore-eos" in flags
     assert flags[flags.index("--temperature") + 1] == "0"
     assert flags[flags.index("--custom-output-len") + 1] == "5"
 
 
-def test_a_generator_that_dies_is_told_with_its_last_words(
+def test_a_generator_that_dies_is_an_error_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Stands for an interpreter in which the generator cannot run.
@@ -90,6 +85,6 @@ def test_a_generator_that_dies_is_told_with_its_last_words(
     monkeypatch.setattr(sys, "executable", str(false))
     with (
         LoadGenerator(tmp_path / "log") as generator,
-        pytest.raises(LoadError, match="no generator here"),
+        pytest.raises(EngineError, match="no generator here"),
     ):
         generator.run(REQUEST)

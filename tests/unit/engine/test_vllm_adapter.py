@@ -1,3 +1,5 @@
+"""Which vLLM versions are supported."""
+
 import pytest
 
 from leadout.engine.vllm_adapter import is_supported
