@@ -23,9 +23,11 @@ from rich.progress import track
 from common import ROOT
 from leadout.checkpoints import CheckpointError, write_checkpoint
 from leadout.engine.pair import UnfitPairError
-from leadout.engine.serve_plan import Request, make_plan
+from leadout.engine.serve_plan import make_plan
+from leadout.engine.serve_settings import ServeSettings
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
+from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.faults import FAULTS, UNDETECTABLE, Fault, serve_flags
 from support.models import tiny_llama
@@ -91,8 +93,9 @@ def what_stock_does(target: Path, drafter: Path, fault: Fault) -> str:
 def what_leadout_says(target: Path, drafter: Path, fault: Fault) -> str:
     try:
         flags = serve_flags(fault, **DEFAULTS)
-        plan = make_plan(Request(str(target), str(drafter), "refuse", flags))
-    except (UnfitPairError, CheckpointError) as refused:
+        settings = ServeSettings(target=str(target), draft=str(drafter), vllm_flags=flags)
+        plan = make_plan(settings)
+    except (UnfitPairError, CheckpointError, SettingsError) as refused:
         return "refuses: " + str(refused).removeprefix("target and drafter do not fit\n")
     said = [
         note for note in plan.notes if not note.startswith("K = ") and "batched-tokens" not in note

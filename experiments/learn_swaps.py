@@ -28,7 +28,8 @@ import torch
 
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
 from leadout.engine.admin import KEY
-from leadout.engine.serve_plan import Request, make_plan
+from leadout.engine.serve_plan import make_plan
+from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import Server
 from leadout.models import fingerprint
 from leadout.provenance import Provenance
@@ -118,7 +119,7 @@ def make_registry(target: str, drafter: Path, work: Path) -> Registry:
 def serve_bare(
     target: str, flags: list[str], prompts: list[str], work: Path
 ) -> dict[int, list[int]]:
-    plan = make_plan(Request(target, None, "refuse", tuple(flags)))
+    plan = make_plan(ServeSettings(target=target, vllm_flags=tuple(flags)))
     with Server(plan.command, log=work / "bare.log") as server:
         streams = Streams()
         places = iter(range(len(prompts)))
@@ -136,7 +137,9 @@ def serve_and_swap(
     work: Path,
     arguments: argparse.Namespace,
 ) -> tuple[Streams, list[tuple[float, float]]]:
-    plan = make_plan(Request(target, None, "refuse", tuple(flags), registry=registry.folder))
+    plan = make_plan(
+        ServeSettings(target=target, vllm_flags=tuple(flags), registry=registry.folder)
+    )
     streams, swaps, is_over = Streams(), [], threading.Event()
     with Server(
         plan.command, log=work / "server.log", environment={**plan.environment, KEY: SECRET}

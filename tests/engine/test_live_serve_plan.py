@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from leadout.control.tuned_file import Model, write_tuned
-from leadout.engine.pair import UnfitPairError
-from leadout.engine.serve_plan import Plan, Request, make_plan, vllm_config_of
+from leadout.engine.serve_plan import Plan, make_plan
+from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.settings import LIVE, SCHEDULER, LiveSettings, read_section
+from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
+from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.models import tiny_llama
 from support.tuned_files import a_tuning
@@ -32,7 +34,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def plan_of(pair: tuple[Path, Path], *flags: str, tuned: Path | None = None) -> Plan:
     return make_plan(
-        Request(str(pair[0]), str(pair[1]), "refuse", (*FLAGS, *flags), tuned, live=True)
+        ServeSettings(
+            target=str(pair[0]),
+            draft=str(pair[1]),
+            vllm_flags=(*FLAGS, *flags),
+            tuned=tuned,
+            live=True,
+        )
     )
 
 
@@ -48,10 +56,12 @@ def test_live_control_reaches_vllms_config(pair: tuple[Path, Path]) -> None:
     assert read_section(config, LIVE, LiveSettings) == LiveSettings()
     assert config.additional_config["other"] == 1
     assert config.speculative_config.num_speculative_tokens == K
-    assert any(note.startswith("--live: K is the most") for note in plan.notes)
+    assert any(note.startswith("--live: K is the maximum") for note in plan.notes)
 
 
-def test_a_tuned_file_is_the_start_and_not_a_table(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_tuned_file_is_the_start_of_live_control_not_a_table(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     path = tmp_path / "tuned.json"
     names = {
         role: Model(name=str(folder), fingerprint=fingerprint(folder))
@@ -66,10 +76,10 @@ def test_a_tuned_file_is_the_start_and_not_a_table(pair: tuple[Path, Path], tmp_
 
 
 def test_another_scheduler_or_method_or_replicas_are_refused(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(UnfitPairError, match="--live: found data_parallel_size 2, wanted 1"):
+    with pytest.raises(SettingsError, match="--live requires --data-parallel-size 1, got 2"):
         plan_of(pair, "--data-parallel-size", "2")
-    with pytest.raises(UnfitPairError, match=r"--live: found --scheduler-cls a\.b as well"):
+    with pytest.raises(SettingsError, match=r"--live cannot be combined with --scheduler-cls a\.b"):
         plan_of(pair, "--scheduler-cls", "a.b")
     ngram = '{"method": "ngram", "num_speculative_tokens": 2}'
-    with pytest.raises(UnfitPairError, match="--live: found speculation by ngram"):
+    with pytest.raises(SettingsError, match=r"--live works with the method dflash only.* ngram"):
         plan_of(pair, "--speculative-config", ngram)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from leadout.engine.metrics import capture_families
-from leadout.engine.serve_plan import Request, make_plan
+from leadout.engine.serve_plan import make_plan
+from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import Server
 from support.ops_files import scraped_metrics
 from support.shared import QUICK_DRAFTER, first_turns
@@ -21,7 +22,9 @@ from support.shared import QUICK_DRAFTER, first_turns
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
     flags += ("--max-num-seqs", "8", "--served-model-name", "smollm2")
-    plan = make_plan(Request(str(smollm2), str(QUICK_DRAFTER), "refuse", flags, live=True))
+    plan = make_plan(
+        ServeSettings(target=str(smollm2), draft=str(QUICK_DRAFTER), vllm_flags=flags, live=True)
+    )
     log = tmp_path_factory.mktemp("server") / "server.log"
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     with Server(plan.command, log=log, environment=environment) as running:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
-from leadout.engine import vllm_flags as serve_flags
 from leadout.engine.capture_store import INFO, CaptureInfo
-from leadout.engine.pair import UnfitPairError
-from leadout.engine.serve_plan import Plan, Request, make_plan
-from leadout.engine.settings import SCHEDULER, WORKER_EXTENSION, CaptureSettings
+from leadout.engine.serve_plan import Plan, make_plan
+from leadout.engine.serve_settings import ServeSettings
+from leadout.engine.settings import SCHEDULER, WORKER_EXTENSION
 from leadout.engine.vllm_flags import (
     PLUGINS,
-    Parts,
-    RegistrySettings,
-    endpoints_let_in,
-    environment_for,
 )
 from leadout.registry import Registry, RegistryError
+from leadout.settings import SettingsError
 from support.models import tiny_llama
 from support.version_registry import publish
 
@@ -47,14 +42,14 @@ def registry(target: Path, tmp_path: Path) -> Registry:
 
 
 def plan_of(target: Path, *flags: str, **settings: Any) -> Plan:
-    return make_plan(Request(str(target), None, "refuse", (*FLAGS, *flags), **settings))
+    return make_plan(ServeSettings(target=str(target), vllm_flags=(*FLAGS, *flags), **settings))
 
 
 def value_of(plan: Plan, flag: str) -> Any:
     return json.loads(plan.command[plan.command.index(flag) + 1])
 
 
-def test_the_pointers_version_is_served_and_followed(registry: Registry, target: Path) -> None:
+def test_the_current_version_is_served_and_followed(registry: Registry, target: Path) -> None:
     plan = plan_of(target, "--additional-config", '{"other": 1}', registry=registry.folder)
     assert value_of(plan, "--speculative-config")["model"] == str(registry.path(2))
     additional = [
@@ -72,7 +67,7 @@ def test_the_pointers_version_is_served_and_followed(registry: Registry, target:
 
 
 def test_capture_alone_needs_no_drafter_and_no_plugin_names(target: Path, tmp_path: Path) -> None:
-    plan = plan_of(target, capture=CaptureSettings(folder=tmp_path, rate=0.5))
+    plan = plan_of(target, capture=tmp_path, capture_rate=0.5)
     assert value_of(plan, "--additional-config") == {
         "leadout": {"capture": {"folder": str(tmp_path), "rate": 0.5}}
     }
@@ -82,28 +77,24 @@ def test_capture_alone_needs_no_drafter_and_no_plugin_names(target: Path, tmp_pa
     assert any("token ids of 50% of the requests" in note for note in plan.notes)
 
 
-def test_what_does_not_go_together_is_refused(
-    registry: Registry, target: Path, tmp_path: Path
-) -> None:
+def test_conflicting_flags_are_refused(registry: Registry, target: Path, tmp_path: Path) -> None:
     ours = {"registry": registry.folder}
-    with pytest.raises(UnfitPairError, match="--registry: found the drafter x as well"):
-        make_plan(Request(str(target), "x", "refuse", FLAGS, registry=registry.folder))
-    with pytest.raises(UnfitPairError, match="--registry: found data_parallel_size 2, wanted 1"):
+    with pytest.raises(SettingsError, match="--registry cannot be combined with the drafter x"):
+        plan_of(target, draft="x", **ours)
+    with pytest.raises(SettingsError, match="--registry requires --data-parallel-size 1, got 2"):
         plan_of(target, "--data-parallel-size", "2", **ours)
-    with pytest.raises(UnfitPairError, match=r"--registry: found --worker-extension-cls a\.b"):
+    with pytest.raises(SettingsError, match=r"--registry cannot be .* --worker-extension-cls a\.b"):
         plan_of(target, "--worker-extension-cls", "a.b", **ours)
-    with pytest.raises(UnfitPairError, match=r"--registry: found --scheduler-cls a\.b as well"):
+    with pytest.raises(SettingsError, match=r"--registry cannot be .* --scheduler-cls a\.b"):
         plan_of(target, "--scheduler-cls", "a.b", **ours)
-    with pytest.raises(UnfitPairError, match="--registry: found api_server_count 2, wanted 1"):
+    with pytest.raises(SettingsError, match="--registry requires --api-server-count 1, got 2"):
         plan_of(target, "--api-server-count", "2", **ours)
     ngram = '{"method": "ngram", "num_speculative_tokens": 2}'
-    with pytest.raises(UnfitPairError, match="--registry: found speculation by ngram"):
+    with pytest.raises(SettingsError, match=r"--registry works with the method dflash.* ngram"):
         plan_of(target, "--speculative-config", ngram, **ours)
     redactor = '{"leadout": {"capture": {"redactor": "os:system"}}}'
-    with pytest.raises(UnfitPairError, match="is 'os:system', expected one of"):
-        plan_of(
-            target, "--additional-config", redactor, capture=CaptureSettings(folder=tmp_path / "c")
-        )
+    with pytest.raises(SettingsError, match=r"--capture: .*'os:system'"):
+        plan_of(target, "--additional-config", redactor, capture=tmp_path / "c")
 
 
 def test_another_targets_registry_or_traffic_is_refused(
@@ -115,39 +106,16 @@ def test_another_targets_registry_or_traffic_is_refused(
         plan_of(target, registry=registry.folder)
     other = CaptureInfo(target="other", target_fingerprint="ab")
     (tmp_path / INFO).write_text(other.model_dump_json())
-    with pytest.raises(UnfitPairError, match="holds traffic of other"):
-        plan_of(target, capture=CaptureSettings(folder=tmp_path))
+    with pytest.raises(SettingsError, match=r"--capture: .* other"):
+        plan_of(target, capture=tmp_path)
 
 
-def test_a_broken_version_can_be_answered_with_a_bare_server(
-    registry: Registry, target: Path
-) -> None:
+def test_a_broken_version_is_served_bare_on_request(registry: Registry, target: Path) -> None:
     (registry.path(2) / "model.safetensors").write_bytes(b"half")
-    plan = make_plan(Request(str(target), None, "bare", FLAGS, registry=registry.folder))
+    plan = plan_of(target, if_unfit="bare", registry=registry.folder)
     assert "--speculative-config" not in plan.command
     assert plan.environment == {}
     assert any("serving WITHOUT speculation" in note for note in plan.notes)
-
-
-def test_no_plugin_of_others_gets_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {
-        "vllm.general_plugins": ["leadout", "theirs"],
-        "vllm.platform_plugins": ["a-platform"],
-        "vllm.endpoint_plugins": ["leadout", "theirs", "closed"],
-    }
-
-    def found(group: str) -> list[EntryPoint]:
-        return [EntryPoint(name, "x:y", group) for name in installed.get(group, [])]
-
-    monkeypatch.setattr(serve_flags, "entry_points", found)
-    monkeypatch.delenv(PLUGINS, raising=False)
-    parts = Parts(registry=RegistrySettings(folder=Path("r")))
-    made = environment_for(parts, {})
-    assert made == {PLUGINS: "a-platform,leadout,theirs"}
-    assert endpoints_let_in(made) == ["theirs"]
-    assert environment_for(parts, {PLUGINS: "theirs"}) == {PLUGINS: "theirs,leadout"}
-    assert environment_for(parts, {PLUGINS: ""}) == {PLUGINS: "leadout"}
-    assert environment_for(Parts(), {}) == {}
 
 
 def test_the_printed_plan_can_be_run_as_it_is(

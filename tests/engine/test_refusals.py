@@ -10,7 +10,8 @@ import pytest
 
 from leadout.checkpoints import CheckpointError, write_checkpoint
 from leadout.engine.pair import UnfitPairError
-from leadout.engine.serve_plan import Plan, Request, make_plan
+from leadout.engine.serve_plan import Plan, make_plan
+from leadout.engine.serve_settings import ServeSettings
 from leadout.pairing import TargetFacts, read_target
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.faults import (
@@ -101,7 +102,9 @@ def plan_for(
     fault: Fault, target: Path, faulty: Path, if_unfit: Literal["refuse", "bare"] = "refuse"
 ) -> Plan:
     flags = serve_flags(fault, max_model_len=128, dtype="float32", max_num_seqs=4)
-    return make_plan(Request(str(target), str(faulty), if_unfit, flags))
+    return make_plan(
+        ServeSettings(target=str(target), draft=str(faulty), if_unfit=if_unfit, vllm_flags=flags)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +126,18 @@ def test_leadout_serve_refuses_or_serves_bare(
     assert str(refused.value) in bare.notes[-1]
 
 
-def test_drafts_beyond_the_block_are_put_right(target: Path, drafter: Path) -> None:
+def test_more_drafts_than_the_block_holds_are_reduced(target: Path, drafter: Path) -> None:
     (fault,) = [fault for fault in HERE if fault.name == "drafts-beyond-block"]
     plan = plan_for(fault, target, drafter)
     speculation = plan.command[plan.command.index("--speculative-config") + 1]
     assert '"num_speculative_tokens": 4' in speculation
-    assert any(note.startswith("draft-tokens: num_speculative_tokens is 15") for note in plan.notes)
+    assert any(
+        note.startswith("draft-tokens: num_speculative_tokens 15 reduced to 4")
+        for note in plan.notes
+    )
 
 
-def test_a_warning_is_said_and_the_pair_served(
+def test_a_pair_with_a_warning_is_served(
     target: Path, drafter: Path, facts: TargetFacts, tmp_path: Path
 ) -> None:
     (fault,) = [fault for fault in HERE if fault.rule == "rope"]
@@ -142,12 +148,13 @@ def test_a_warning_is_said_and_the_pair_served(
 
 def test_another_method_of_speculation_is_passed_on(target: Path) -> None:
     flags = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
-    plan = make_plan(Request(str(target), None, "refuse", flags))
+    plan = make_plan(ServeSettings(target=str(target), vllm_flags=flags))
     assert plan.command[-2:] == list(flags)
-    assert plan.notes == ["speculation by ngram: passed on to vLLM, not examined"]
+    assert plan.notes == ["speculation with ngram: passed on to vLLM, not examined"]
 
 
 def test_no_drafter_is_plain_vllm(target: Path) -> None:
-    plan = make_plan(Request(str(target), None, "refuse", ("--max-model-len", "128")))
+    flags = ("--max-model-len", "128")
+    plan = make_plan(ServeSettings(target=str(target), vllm_flags=flags))
     assert plan.command[-2:] == ["--max-model-len", "128"]
     assert plan.notes == ["no drafter: plain vLLM"]

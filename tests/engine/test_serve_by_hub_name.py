@@ -70,7 +70,7 @@ def test_a_speculators_checkpoint_alone(hub: Path) -> None:
 def test_auto_without_a_published_drafter_says_so(hub: Path) -> None:
     made = plan(hub, "acme/tiny", "--draft", "auto")
     assert made.returncode == 2
-    assert "found no published drafter for acme/tiny" in made.stderr
+    assert "no published drafter for acme/tiny" in made.stderr
     assert made.stdout == ""
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from leadout.engine.admin import KEY
 from leadout.engine.capture_store import segment_paths
-from leadout.engine.serve_plan import Request, make_plan
+from leadout.engine.serve_plan import make_plan
+from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import Server
-from leadout.engine.settings import CaptureSettings
 from leadout.registry import MANIFEST, LedgerEntry, Registry
 from leadout.shards import read_shard
 from support.http_load import answer, call, under_load
@@ -63,16 +63,14 @@ class World:
         return publish(self.registry, self.target, self.work, **settings).version
 
     def server(self, name: str, *flags: str, **environment: str) -> Server:
-        kept = CaptureSettings(folder=self.capture)
-        request = Request(
-            str(self.target),
-            None,
-            "refuse",
-            (*FLAGS, *flags),
-            registry=self.registry.folder,
-            capture=kept,
+        plan = make_plan(
+            ServeSettings(
+                target=str(self.target),
+                vllm_flags=(*FLAGS, *flags),
+                registry=self.registry.folder,
+                capture=self.capture,
+            )
         )
-        plan = make_plan(request)
         settings = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",

@@ -11,7 +11,8 @@ import pytest
 
 from leadout.control.tuned_file import Model, Tuned, read_tuned, write_tuned
 from leadout.engine.calibration import CalibrationRequest, CalibrationResult, calibrate
-from leadout.engine.serve_plan import Request, make_plan
+from leadout.engine.serve_plan import make_plan
+from leadout.engine.serve_settings import ServeSettings
 from leadout.models import fingerprint
 from leadout.tune.run import Subject, prepare, tuned_of
 from leadout.tune.settings import TuneRequest
@@ -103,7 +104,9 @@ def test_an_engine_with_the_table_drafts_by_batch_size(
     write_tuned(tuned.model_copy(update={"table": TABLE, "max_batch": 16}), path)
     assert read_tuned(path).k_at(2) == 1
     flags = ("--max-model-len", "256", "--max-num-seqs", "16", "--dtype", "float32")
-    plan = make_plan(Request(str(pair[0]), str(pair[1]), "refuse", flags, path))
+    plan = make_plan(
+        ServeSettings(target=str(pair[0]), draft=str(pair[1]), vllm_flags=flags, tuned=path)
+    )
     speculation = json.loads(plan.command[plan.command.index("--speculative-config") + 1])
     llm = LLM(
         model=str(pair[0]),

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 
 from leadout.control.tuned_file import Model, Tuned, TunedFileError, write_tuned
-from leadout.engine.pair import UnfitPairError
-from leadout.engine.serve_plan import NOTHING_TO_DRAFT, Plan, Request, make_plan
-from leadout.engine.vllm_flags import speculation_by, table_up_to
+from leadout.engine.serve_plan import (
+    NOTHING_TO_DRAFT,
+    Plan,
+    make_plan,
+    table_up_to,
+    tuned_speculation,
+)
+from leadout.engine.serve_settings import ServeSettings
 from leadout.models import ModelNotFoundError, fingerprint
+from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.models import tiny_llama
 from support.tuned_files import a_tuning
@@ -36,9 +42,9 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_drafter(tmp_path_factory.mktemp("drafters") / "tiny", config)
 
 
-def tuning_of(target: Path, drafter: Path, odds: list[float]) -> Tuned:
+def tuning_of(target: Path, drafter: Path, probabilities: list[float]) -> Tuned:
     return a_tuning(
-        odds,
+        probabilities,
         target=Model(name=str(target), fingerprint=fingerprint(target)),
         drafter=Model(name=str(drafter), fingerprint=fingerprint(drafter)),
     )
@@ -54,7 +60,7 @@ def plan_of(
     path = folder / "tuned.json"
     write_tuned(tuned, path)
     draft = None if drafter is None else str(drafter)
-    return make_plan(Request(str(target), draft, "refuse", flags, path))
+    return make_plan(ServeSettings(target=str(target), draft=draft, vllm_flags=flags, tuned=path))
 
 
 def speculation_in(plan: Plan) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def speculation_in(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def test_the_table_goes_to_vllm_up_to_its_most_requests(
+def test_the_table_is_passed_to_vllm_up_to_max_num_seqs(
     target: Path, drafter: Path, tmp_path: Path
 ) -> None:
     tuned = tuning_of(target, drafter, GOOD)
@@ -75,16 +81,14 @@ def test_the_table_goes_to_vllm_up_to_its_most_requests(
     assert not [note for note in plan.notes if "tune again" in note]
 
 
-def test_the_files_own_drafter_is_taken_where_none_is_given(
+def test_the_drafter_defaults_to_the_one_that_was_measured(
     target: Path, drafter: Path, tmp_path: Path
 ) -> None:
     plan = plan_of(tuning_of(target, drafter, GOOD), tmp_path, target, None)
     assert speculation_in(plan)["model"] == str(drafter)
 
 
-def test_a_drafter_that_gains_nothing_is_not_served(
-    target: Path, drafter: Path, tmp_path: Path
-) -> None:
+def test_a_drafter_without_gain_is_not_served(target: Path, drafter: Path, tmp_path: Path) -> None:
     plan = plan_of(tuning_of(target, drafter, USELESS), tmp_path, target, drafter)
     assert "--speculative-config" not in plan.command
     assert NOTHING_TO_DRAFT in plan.notes
@@ -100,22 +104,22 @@ def test_a_file_of_another_pair_is_refused(
 ) -> None:
     other = Model(name="another", fingerprint="0" * 64)
     tuned = tuning_of(target, drafter, GOOD).model_copy(update={role: other})
-    with pytest.raises(UnfitPairError, match=f"a measurement of the {role} another .*leadout tune"):
+    with pytest.raises(SettingsError, match=f"for the {role} another .*leadout tune"):
         plan_of(tuned, tmp_path, target, drafter)
 
 
 def test_a_second_draft_length_is_refused(target: Path, drafter: Path, tmp_path: Path) -> None:
     tuned = tuning_of(target, drafter, GOOD)
     flags = (*FLAGS, "--speculative-config", '{"method": "dflash", "num_speculative_tokens": 2}')
-    with pytest.raises(UnfitPairError, match="num_speculative_tokens is 2"):
+    with pytest.raises(SettingsError, match="combined with num_speculative_tokens 2"):
         plan_of(tuned, tmp_path, target, drafter, flags)
     flags = (*FLAGS, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
-    with pytest.raises(UnfitPairError, match="found speculation by ngram"):
+    with pytest.raises(SettingsError, match=r"--tuned works with the method dflash only.* ngram"):
         plan_of(tuned, tmp_path, target, None, flags)
 
 
 def test_a_drafter_that_is_not_here_must_be_named(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="name it with --draft"):
+    with pytest.raises(ModelNotFoundError, match="Name the drafter with --draft"):
         plan_of(a_tuning(GOOD), tmp_path, target, None)
 
 
@@ -123,10 +127,14 @@ def test_a_broken_file_is_refused(target: Path, drafter: Path, tmp_path: Path) -
     path = tmp_path / "tuned.json"
     path.write_text("{}")
     with pytest.raises(TunedFileError, match="tune again"):
-        make_plan(Request(str(target), str(drafter), "refuse", FLAGS, path))
+        make_plan(
+            ServeSettings(target=str(target), draft=str(drafter), vllm_flags=FLAGS, tuned=path)
+        )
 
 
-def test_other_circumstances_are_told(target: Path, drafter: Path, tmp_path: Path) -> None:
+def test_differences_from_the_measured_machine_are_noted(
+    target: Path, drafter: Path, tmp_path: Path
+) -> None:
     tuned = tuning_of(target, drafter, GOOD)
     versions = {**tuned.provenance.versions, "torch": "1.0"}
     changed = {"versions": versions, "machine": "a bigger one"}
@@ -134,9 +142,9 @@ def test_other_circumstances_are_told(target: Path, drafter: Path, tmp_path: Pat
         update={"provenance": tuned.provenance.model_copy(update=changed), "dtype": "float32"}
     )
     notes = "\n".join(plan_of(tuned, tmp_path, target, drafter).notes)
-    assert "measured with torch 1.0, this is" in notes
+    assert "measured with torch 1.0, now" in notes
     assert "measured with machine a bigger one" in notes
-    assert "measured with dtype float32, this is bfloat16" in notes
+    assert "measured with dtype float32, now bfloat16" in notes
 
 
 def config_of(*, sequences: int = 16, v2: bool = False, parallel: int = 1) -> Any:
@@ -151,11 +159,11 @@ def config_of(*, sequences: int = 16, v2: bool = False, parallel: int = 1) -> An
 def test_the_v2_runner_goes_on_drafting_what_was_measured() -> None:
     tuned = a_tuning(GOOD).model_copy(update={"table": [(1, 4, 2), (5, 16, 0)]})
     rows = [(1, 4, 2), (5, 16, 0)]
-    assert speculation_by(tuned, config_of()) == {
+    assert tuned_speculation(tuned, config_of()) == {
         "num_speculative_tokens": 2,
         "num_speculative_tokens_per_batch_size": rows,
     }
-    assert speculation_by(tuned, config_of(v2=True)) == {
+    assert tuned_speculation(tuned, config_of(v2=True)) == {
         "num_speculative_tokens": tuned.block_size - 1,
         "num_speculative_tokens_per_batch_size": rows,
     }
@@ -163,9 +171,9 @@ def test_the_v2_runner_goes_on_drafting_what_was_measured() -> None:
 
 def test_one_length_needs_no_table_and_data_parallel_servers_take_none() -> None:
     tuned = a_tuning(GOOD).model_copy(update={"table": [(1, 16, 2)]})
-    assert speculation_by(tuned, config_of()) == {"num_speculative_tokens": 2}
-    with pytest.raises(UnfitPairError, match="found data_parallel_size 2, wanted 1"):
-        speculation_by(tuned, config_of(parallel=2))
+    assert tuned_speculation(tuned, config_of()) == {"num_speculative_tokens": 2}
+    with pytest.raises(SettingsError, match="requires --data-parallel-size 1, got 2"):
+        tuned_speculation(tuned, config_of(parallel=2))
 
 
 def test_a_smaller_server_takes_only_its_rows() -> None:

@@ -47,7 +47,7 @@ app = typer.Typer(
 )
 app.command(
     "serve",
-    cls=PanelCommand,
+    cls=settings_command("leadout.engine.serve_settings:ServeSettings"),
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve.serve)
 app.command("tune", cls=PanelCommand)(tune.tune)

@@ -1,4 +1,4 @@
-"""What vLLM is about to run, seen as a pair that the rules can judge."""
+"""The target, drafter and settings of a vLLM config as a `Pair`, checked by the pairing rules."""
 
 from __future__ import annotations
 
@@ -13,50 +13,52 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.dflash.config import DrafterConfig
-from leadout.errors import LeadoutError
+from leadout.errors import NEGATIVE, LeadoutError
 from leadout.findings import Finding, Severity
 from leadout.models import local_folder
 from leadout.pairing import EngineSettings, Pair, examine, target_from_config
 
 logger = init_logger("vllm.leadout")
 
-# Only a warning at the start of the engine: defaults of vLLM's own break this rule on many
-# machines, and such a server is slower than it could be, not wrong. `leadout serve` fills in a
-# value that keeps it, and refuses only one that the user chose.
-FORGIVEN_AT_START = "batched-tokens"
+# Only a warning when an engine starts: vLLM's own defaults break this rule on many machines, and
+# such a server is slower than it could be, not wrong. `leadout serve` sets a value that satisfies
+# the rule, and refuses only a value that the user chose.
+WARNING_AT_START = "batched-tokens"
 
 
 class UnfitPairError(LeadoutError):
     """Target, drafter and settings do not fit; the message names the rules and the remedies."""
 
+    exit_code = NEGATIVE
+
 
 def require_fit(vllm_config: Any) -> Checkpoint:
-    """Judge the pair of a starting engine; returns its drafter's checkpoint if it may run."""
+    """Check the pair of an engine that is starting; returns the drafter's checkpoint."""
     pair = pair_of(vllm_config)
-    broken: list[Finding] = []
+    findings: list[Finding] = []
     for finding in examine(pair):
-        if finding.severity is Severity.WARNING or finding.name == FORGIVEN_AT_START:
+        if finding.severity is Severity.WARNING or finding.name == WARNING_AT_START:
             logger.warning("%s", finding)
         else:
-            broken.append(finding)
-    require_no_refusal(broken)
+            findings.append(finding)
+    raise_if_unfit(findings)
     return pair.drafter
 
 
-def require_no_refusal(findings: Sequence[Finding]) -> None:
-    refused = [str(finding) for finding in findings if finding.severity is Severity.ERROR]
-    if refused:
-        raise UnfitPairError("target and drafter do not fit\n" + "\n".join(refused))
+def raise_if_unfit(findings: Sequence[Finding]) -> None:
+    errors = [str(finding) for finding in findings if finding.severity is Severity.ERROR]
+    if errors:
+        raise UnfitPairError("target and drafter do not fit\n" + "\n".join(errors))
 
 
 def pair_of(vllm_config: Any) -> Pair:
-    """The pair of a config with speculation: what vLLM will do with the drafter is known."""
+    """The pair of a config with speculation, including what vLLM will do with the drafter."""
     speculation = vllm_config.speculative_config
     draft = speculation.draft_model_config
     checkpoint = read_checkpoint(local_folder(draft.model, draft.revision))
-    pair = pair_to_be(vllm_config, checkpoint, speculation.num_speculative_tokens)
+    pair = planned_pair(vllm_config, checkpoint, speculation.num_speculative_tokens)
     assert pair.settings is not None
-    backend_name, takes_non_causal = _backend_of(vllm_config, checkpoint.config)
+    backend_name, takes_non_causal = _draft_attention_backend(vllm_config, checkpoint.config)
     causal = [
         _dflash_layer_causal(draft.hf_config, layer)
         for layer in range(checkpoint.config.num_layers)
@@ -70,8 +72,8 @@ def pair_of(vllm_config: Any) -> Pair:
     return replace_fields(pair, settings=settings)
 
 
-def pair_to_be(vllm_config: Any, checkpoint: Checkpoint, draft_tokens: int) -> Pair:
-    """The same from a config without speculation, which vLLM has not been asked about yet."""
+def planned_pair(vllm_config: Any, checkpoint: Checkpoint, draft_tokens: int) -> Pair:
+    """The pair of a config without speculation: what vLLM will do with the drafter is unknown."""
     target, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     return Pair(
         target=target_from_config(target.hf_config.to_dict(), target.model),
@@ -90,12 +92,14 @@ def pair_to_be(vllm_config: Any, checkpoint: Checkpoint, draft_tokens: int) -> P
     )
 
 
-def _backend_of(vllm_config: Any, drafter: DrafterConfig) -> tuple[str | None, bool | None]:
-    """The attention backend that vLLM would run the drafter with, and whether it can."""
+def _draft_attention_backend(
+    vllm_config: Any, drafter: DrafterConfig
+) -> tuple[str | None, bool | None]:
+    """The attention backend that vLLM selects for the drafter; whether it supports non-causal."""
     bidirectional = not all(layer.causal for layer in drafter.layers)
     attention = replace(
         vllm_config.attention_config,
-        # Never the target's choice: the drafter's is selected on its own.
+        # vLLM selects the drafter's backend independently of the target's.
         backend=vllm_config.speculative_config.attention_backend,
         use_non_causal=bidirectional,
     )
@@ -107,6 +111,6 @@ def _backend_of(vllm_config: Any, drafter: DrafterConfig) -> tuple[str | None, b
                 vllm_config.cache_config.cache_dtype,
                 has_sliding_window=any(layer.window is not None for layer in drafter.layers),
             )
-        except ValueError:  # no backend at all takes what the drafter needs
+        except ValueError:  # no backend supports what the drafter needs
             return None, False
     return backend.get_name(), bool(backend.supports_non_causal())

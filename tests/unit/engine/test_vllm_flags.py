@@ -1,0 +1,118 @@
+"""Flags of vLLM's server: misspelt flags are refused, Leadout's features get their flags."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from leadout.engine import vllm_flags
+from leadout.engine.settings import SCHEDULER, CaptureSettings, LiveSettings, RegistrySettings
+from leadout.engine.vllm_flags import (
+    PLUGINS,
+    Features,
+    feature_environment,
+    feature_flags,
+    is_speculation,
+    newly_loaded_endpoints,
+    parse,
+    without_speculation,
+)
+from leadout.settings import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("flags", "suggestion"),
+    [
+        (("--drafft", "x"), "--draft"),
+        (("--draft_", "x"), "--draft"),
+        (("--if-unfitt=bare",), "--if-unfit"),
+        (("--capturerate", "0.5"), "--capture-rate"),
+        (("--tune", "x"), "--tuned"),
+        (("--max-model-len", "128", "--lives"), "--live"),
+        (("--max-model-leng", "128"), "--max-model-len"),
+        # vLLM would accept these as abbreviations of its own flags.
+        (("--speculative-conf", "{}"), "--speculative-config"),
+        (("--max-model", "128"), "--max-model-len"),
+    ],
+)
+def test_a_misspelt_flag_is_refused_with_the_nearest_one(
+    flags: tuple[str, ...], suggestion: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"Did you mean {suggestion}\?") as refused:
+        parse("target", flags)
+    assert refused.value.exit_code == 2
+    assert "written in full" in str(refused.value)
+
+
+def test_a_flag_like_no_other_is_refused_too() -> None:
+    with pytest.raises(SettingsError, match="--zzz is not a flag") as refused:
+        parse("target", ["--zzz"])
+    assert "Did you mean" not in str(refused.value)
+
+
+def test_a_second_argument_and_a_bad_value_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"Unexpected argument drafter.*--draft"):
+        parse("target", ["drafter"])
+    with pytest.raises(SettingsError, match="vLLM refuses its flags: argument --max-num-seqs"):
+        parse("target", ["--max-num-seqs", "many"])
+
+
+def test_vllms_own_spellings_are_accepted() -> None:
+    parsed = parse(
+        "target",
+        [
+            *("--max_model_len", "1k", "-tp", "2", "--seed=-1", "-O3"),
+            *("--speculative-config.method", "ngram", "-cc.mode", "0"),
+        ],
+    )
+    assert parsed.max_model_len == 1000
+    assert parsed.tensor_parallel_size == 2
+    assert parsed.speculative_config["method"] == "ngram"
+
+
+def test_flags_of_speculation_are_recognised_in_every_spelling() -> None:
+    flags = [
+        *("--a", "1", "--speculative-config", "{}", "--speculative_config={}", "-sc", "{}"),
+        *("--speculative-config.method", "ngram", "--b"),
+    ]
+    assert without_speculation(flags) == ["--a", "1", "--b"]
+    assert not is_speculation("--speculative-other")
+
+
+def test_features_become_a_scheduler_and_sections_of_the_additional_config() -> None:
+    parsed = parse("target", ["--additional-config", '{"other": 1}'])
+    assert feature_flags(Features(), parsed) == []
+    features = Features(
+        live=LiveSettings(), capture=CaptureSettings(folder=Path("/captured"), rate=0.5)
+    )
+    *scheduler, flag, additional = feature_flags(features, parsed)
+    assert scheduler == ["--scheduler-cls", SCHEDULER]
+    assert flag == "--additional-config"
+    assert json.loads(additional) == {
+        "other": 1,
+        "leadout": {"live": {}, "capture": {"folder": "/captured", "rate": 0.5}},
+    }
+
+
+def test_plugins_of_other_packages_stay_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {
+        "vllm.general_plugins": ["leadout", "theirs"],
+        "vllm.platform_plugins": ["a-platform"],
+        "vllm.endpoint_plugins": ["leadout", "theirs", "closed"],
+    }
+
+    def found(group: str) -> list[EntryPoint]:
+        return [EntryPoint(name, "x:y", group) for name in installed.get(group, [])]
+
+    monkeypatch.setattr(vllm_flags, "entry_points", found)
+    monkeypatch.delenv(PLUGINS, raising=False)
+    features = Features(registry=RegistrySettings(folder=Path("r")))
+    made = feature_environment(features, {})
+    assert made == {PLUGINS: "a-platform,leadout,theirs"}
+    assert newly_loaded_endpoints(made) == ["theirs"]
+    assert feature_environment(features, {PLUGINS: "theirs"}) == {PLUGINS: "theirs,leadout"}
+    assert feature_environment(features, {PLUGINS: ""}) == {PLUGINS: "leadout"}
+    assert feature_environment(Features(), {}) == {}
