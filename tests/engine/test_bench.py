@@ -141,7 +141,7 @@ def test_only_the_arm_with_a_drafter_counts_drafts(story: Story) -> None:
 def test_servers_are_vllm_as_it_is_and_keep_no_prefixes(story: Story) -> None:
     for arm in ("bare", "fixed"):
         log = (story.out / "logs" / f"{arm}.log").read_text()
-        assert "is present but switched off by LEADOUT_PLUGIN=0" in log
+        assert "is installed but disabled by LEADOUT_PLUGIN=0" in log
         assert "'enable_prefix_caching': False" in log
 
 

@@ -1,10 +1,10 @@
-"""When the plugin steps in, and when it keeps out."""
+"""When the plugin changes vLLM, and when it does not."""
 
 import json
 import subprocess
 import sys
 
-# In a process of its own, where no plugin has been loaded yet; from keeping out to stepping in.
+# In a new process, where no plugin has been loaded yet.
 THREE_STARTS = """
 import json, os, vllm
 from vllm import ModelRegistry
@@ -35,11 +35,11 @@ STOCK = [
 OURS = ["leadout.engine.draft_model", "leadout.engine.plugin"]
 
 
-def test_switched_off_and_unsupported_leave_vllm_untouched() -> None:
+def test_a_disabled_or_unsupported_plugin_leaves_vllm_unchanged() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", THREE_STARTS], capture_output=True, text=True, check=True
     )
     (answer,) = [line for line in ended.stdout.splitlines() if line.startswith("ANSWER ")]
     assert json.loads(answer.removeprefix("ANSWER ")) == [STOCK, STOCK, OURS]
     said = ended.stdout + ended.stderr
-    assert said.count("does nothing here: found vLLM 0.33.0, wanted >=0.32,<0.33") == 1
+    assert said.count("is disabled: it supports vLLM >=0.32,<0.33, this is vLLM 0.33.0") == 1

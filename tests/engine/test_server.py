@@ -63,4 +63,4 @@ def test_completion_and_chat_answer(server: Server) -> None:
 
 
 def test_log_is_captured_and_shows_our_plugin(server: Server) -> None:
-    assert f"Leadout {__version__} is present" in server.log.read_text()
+    assert f"Leadout {__version__} is active" in server.log.read_text()

@@ -1,1 +1,27 @@
-"""The only rooms that know vLLM."""
+"""Everything that knows vLLM. No other package imports it.
+
+Inside vLLM's processes
+- `plugin`: vLLM's entry point into Leadout; registers the draft model class
+- `draft_model`: the DFlash drafter as vLLM runs it
+- `scheduler`: Leadout's schedulers, which attach the features below to each step
+- `live`: chooses the draft length at every step
+- `capture`, `capture_store`: keep the token ids of finished requests
+- `rollout`, `hot_swap`: follow a registry and replace the drafter of a running server
+- `admin`: HTTP endpoints for swaps and status
+- `metrics`: Prometheus metrics of drafting
+- `settings`: the settings of these features in vLLM's `additional_config`
+
+Starting a server
+- `serve_settings`, `serve_plan`: from `leadout serve` to the command of a vLLM server
+- `vllm_flags`: parses the user's vLLM flags, makes those of Leadout's features
+- `pair`: applies the pairing rules to a vLLM config
+- `server`: a vLLM server as a context manager
+
+Engines for other commands
+- `child_process`: runs modules in child processes, and guards processes against leaks
+- `offline`: text generation without a server
+- `draft_recorder`: records the tensors of a running drafter
+- `calibration`: step times with and without drafts, for `leadout tune`
+- `load_test`: load tests of a server, for `leadout bench`
+- `vllm_adapter`: which vLLM is supported, and what is installed
+"""

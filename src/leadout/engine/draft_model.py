@@ -1,7 +1,8 @@
-"""The draft-model class that vLLM runs in place of its own for `DFlashDraftModel` checkpoints.
+"""The draft model class that vLLM runs for `DFlashDraftModel` checkpoints instead of its own.
 
-A small subclass, the same for both of vLLM's model runners. It refuses a pair that does not fit
-before it is built, loads strictly, and keeps what vLLM derives from the weights in step with them.
+A small subclass that works with both of vLLM's model runners. It refuses a pair that does not fit
+before building the model, loads weights strictly, and updates the tensors that vLLM derives from
+the weights on every load.
 """
 
 from __future__ import annotations
@@ -22,39 +23,38 @@ from leadout.checkpoints.tensors import by_checked_name
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.pair import require_fit
 
-# Copies that vLLM makes of weights, for one fused projection of the context.
+# Copies of weights that vLLM makes for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 
 
 def _drafts_nothing() -> bool:
-    """Whether this pass is for blocks of a single slot, the anchor."""
+    """Whether the blocks of this pass have a single slot, the anchor."""
     metadata = get_forward_context().attn_metadata
-    if not isinstance(metadata, dict) or not metadata:  # a run for warming up
+    if not isinstance(metadata, dict) or not metadata:  # a warm-up run
         return False
     longest = getattr(next(iter(metadata.values())), "max_query_len", None)
     return longest == 1
 
 
 class LeadoutDFlashModel(DFlashQwen3Model):  # type: ignore[misc]
-    """vLLM's DFlash decoder; context keys and values come from the weights as they are now."""
+    """vLLM's DFlash decoder; context keys and values are computed from the current weights."""
 
-    _rope_cos_sin_cache: Tensor  # of vLLM's, shared by all layers
+    _rope_cos_sin_cache: Tensor  # vLLM's, shared by all layers
 
     def _build_fused_kv_buffers(self) -> None:
         rotary_table: Tensor | None = getattr(self, "_rope_cos_sin_cache", None)
         super()._build_fused_kv_buffers()
         if self._rope_cos_sin_cache.is_meta and rotary_table is not None:
-            # In the midst of an update vLLM has put aside what no checkpoint holds; it stays as it
-            # was.
+            # During a weight update vLLM moves tensors that no checkpoint holds to the meta device.
             self._rope_cos_sin_cache = rotary_table
 
     def _build_context_kv_buffers(self, layers_attn: list[nn.Module], has_bias: bool) -> None:
-        """Derive the fused context projection anew, after every load.
+        """Rebuild the fused context projection after every load.
 
-        On a GPU the copies are refreshed in place: a captured graph goes on reading the tensors it
-        was recorded with. On a CPU vLLM packs the projections after loading and empties their
-        weights, so that there is nothing left to copy at a second load; there the context goes
-        through the packed projections themselves.
+        On a GPU the copies are updated in place, because a captured graph keeps reading the tensors
+        it was recorded with. On a CPU vLLM packs the projections after loading and empties their
+        weights, so that a second load has nothing to copy; there the context goes through the
+        packed projections themselves.
         """
         before = {name: getattr(self, name, None) for name in _DERIVED}
         super()._build_context_kv_buffers(layers_attn, has_bias)
@@ -67,11 +67,11 @@ class LeadoutDFlashModel(DFlashQwen3Model):  # type: ignore[misc]
                 setattr(self, name, kept)
 
     def _normalize_context_k(self, all_k: Tensor) -> Tensor:
-        """Norm the context's keys [layers, tokens, kv_heads, head_dim], each layer by its own norm.
+        """Normalize context keys [layers, tokens, kv_heads, head_dim], each layer by its own norm.
 
-        vLLM norms all layers in one call with stacked weights [layers, head_dim]. Its CPU kernel
-        knows a single weight vector only and takes the first layer's for all of them: no error,
-        just worse drafts.
+        vLLM does so for all layers in one call with stacked weights [layers, head_dim]. Its CPU
+        kernel supports a single weight vector only and uses the first layer's for all layers: no
+        error, just worse drafts.
         """
         if not current_platform.is_cpu():
             normed: Tensor = super()._normalize_context_k(all_k)
@@ -83,26 +83,26 @@ class LeadoutDFlashModel(DFlashQwen3Model):  # type: ignore[misc]
 
 
 class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
-    """vLLM's DFlash drafter: built only for a target it fits, filled only by a whole checkpoint."""
+    """vLLM's DFlash drafter, for a target that it fits and from a complete checkpoint only."""
 
     model_cls = LeadoutDFlashModel
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        self._checkpoint_of_start: Checkpoint = require_fit(vllm_config)
+        self._initial_checkpoint: Checkpoint = require_fit(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     @property
     def drafter_config(self) -> DrafterConfig:
-        """What is built into the engine, and stays when the weights are replaced."""
-        return self._checkpoint_of_start.config
+        """The architecture of the engine's drafter, which stays when the weights are replaced."""
+        return self._initial_checkpoint.config
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """Hidden states of the block's slots, [slots, H]; where nothing is to be drafted, any.
+        """Hidden states of the block's slots, [slots, H]; uninitialized if K = 0.
 
-        With K = 0 vLLM still runs the block's anchor through the layers, and then uses nothing of
-        it: the context's keys and values, which later blocks need, are stored before this pass.
+        With K = 0 vLLM still runs the block's anchor through the layers but ignores the result. The
+        context's keys and values, which later blocks need, are stored before this pass.
         """
         if _drafts_nothing():
             unused: Tensor = self.model.norm.weight.new_empty(
@@ -113,11 +113,11 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         return hidden
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load every tensor of the drafter or none; returns the parameters accounted for.
+        """Load all tensors of the drafter or none; returns the names of all parameters.
 
-        vLLM's own method returns nothing, which switches off its check for missing weights.
+        vLLM's own method returns nothing, which disables vLLM's check for missing weights.
         """
-        checkpoint = self._checkpoint_of_start
+        checkpoint = self._initial_checkpoint
         tensors = by_checked_name(weights, checkpoint.config, checkpoint.path)
         filled = self._poison(tensors)
         super().load_weights(tensors.items())
@@ -130,27 +130,27 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
                     "every parameter of the engine to be loaded",
                     "Report this: the engine's drafter and Leadout's disagree.",
                 )
-        # The rest is borrowed from the target once both are loaded.
+        # The others are the target's, which vLLM shares once both models are loaded.
         return {name for name, _ in self.named_parameters()}
 
     def _read_mask_embedding(self) -> None:
-        """vLLM would unpickle a `mask_embedding.pt`; such a checkpoint is refused at the start."""
+        """Disabled: vLLM would unpickle a `mask_embedding.pt`. Leadout refuses such checkpoints."""
 
     def _poison(self, tensors: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-        """Fill the drafter's own parameters with NaN, so that one left out is seen.
+        """Fill the drafter's own parameters with NaN, so that one that is not loaded is noticed.
 
-        During an update of a running engine the parameters have no storage here, and vLLM itself
-        tracks what arrives.
+        During a weight update of a running engine the parameters have no storage here, and vLLM
+        itself tracks what was loaded.
         """
-        borrowed = {"model.mask_embedding"}
+        shared = {"model.mask_embedding"}
         if "embed_tokens.weight" not in tensors:
-            borrowed.add("model.embed_tokens.weight")
+            shared.add("model.embed_tokens.weight")
         if "lm_head.weight" not in tensors:
-            borrowed.add("lm_head.weight")
+            shared.add("lm_head.weight")
         own = {
             name: parameter
             for name, parameter in self.named_parameters()
-            if parameter.is_floating_point() and not parameter.is_meta and name not in borrowed
+            if parameter.is_floating_point() and not parameter.is_meta and name not in shared
         }
         with torch.no_grad():
             for parameter in own.values():
