@@ -21,7 +21,7 @@ import common  # noqa: F401 - sets the environment
 from leadout.checkpoints import read_checkpoint
 from leadout.data.chat import Chat
 from leadout.engine.calibration import CalibrationRequest, RoundRequest, TimedEngine
-from leadout.evaluate.prompts import default_or_given
+from leadout.evaluate.prompts import prompts_or_default
 from leadout.provenance import Provenance
 
 BATCHES = (1, 4, 8, 16)
@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     k = read_checkpoint(arguments.drafter).config.max_draft_tokens
     chat = Chat(arguments.target)
-    prompts = [chat.prompt(prompt.turns[:1]) for prompt in default_or_given(())]
+    prompts = [chat.prompt(prompt.turns[:1]) for prompt in prompts_or_default(())]
     prompts = [prompt for prompt in prompts if len(prompt) < 256]
     request = CalibrationRequest(
         target=str(arguments.target),

@@ -18,7 +18,7 @@ from rich.progress import track
 
 import common  # noqa: F401 - sets the environment
 from leadout.check.result import Silence
-from leadout.evaluate.compare import judge
+from leadout.evaluate.compare import acceptance_by_drafter
 from leadout.learn.config import LearnConfig
 from leadout.learn.gate import Margins, Trial, compare, decide, gather, prove_lossless
 from leadout.provenance import Provenance
@@ -82,7 +82,9 @@ def row(candidate: Candidate, world: World, folder: Path) -> dict[str, Any]:
     }
     if candidate.name.startswith("overfitted"):
         drafters = [world.drafter, drafter]
-        before, after = judge(world.target, drafters, overfitted_part(), LENGTH, ALONE.device)
+        before, after = acceptance_by_drafter(
+            world.target, drafters, overfitted_part(), LENGTH, ALONE.device
+        )
         found["on_its_training_part"] = compare(before, after).model_dump()
     return found
 

@@ -17,7 +17,7 @@ from leadout.data.prompts import prompts_hash
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import server_command
 from leadout.errors import LeadoutError
-from leadout.evaluate.prompts import default_or_given
+from leadout.evaluate.prompts import prompts_or_default
 from leadout.files import replacing
 from leadout.models import last_part
 
@@ -130,7 +130,7 @@ class PromptSet:
 
 def read_sets(sources: Sequence[str]) -> list[PromptSet]:
     """One set for each file; without a file, the small sets that come with Leadout."""
-    prompts = default_or_given(sources)
+    prompts = prompts_or_default(sources)
     if not all(prompt.turns for prompt in prompts):
         raise BenchError(
             "--prompts: found prompts that the target writes itself, wanted texts; give files"

@@ -25,7 +25,7 @@ from leadout.checkpoints.store import refuse_existing
 from leadout.data.chat import Chat, TemplateError
 from leadout.dflash.config import DrafterConfig
 from leadout.evaluate.acceptance import AcceptanceTable, TextAcceptance, tabulate
-from leadout.evaluate.prompts import default_or_given
+from leadout.evaluate.prompts import prompts_or_default
 from leadout.pairing import TargetFacts
 
 
@@ -287,7 +287,7 @@ def other_modes(
     sources: Sequence[str], target: Path, chat: Chat, max_prompt: int
 ) -> dict[str, list[list[int]]]:
     """A few of the prompts in every way of asking that gives other tokens than `chat` does."""
-    prompts = default_or_given(sources)
+    prompts = prompts_or_default(sources)
     some = prompts[:: max(1, len(prompts) // PROMPTS)][:PROMPTS]
     asked = [chat.prompt(prompt.turns[:1]) for prompt in some]
     modes = {PLAIN: [chat.plain(prompt.turns[0]) for prompt in some]}

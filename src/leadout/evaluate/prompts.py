@@ -1,7 +1,7 @@
-"""What a check asks the target: three small sets that come with Leadout, and long contexts.
+"""The prompts of a check: three small sets that come with Leadout, and long contexts.
 
-The long ones are lists of records with a question at the end: a wrong rotary setting or a forgotten
-window shows only when there is much to look back at.
+The long prompts are lists of records with a question at the end. A wrong rotary setting or a
+missing attention window shows only over a long context.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ _GOODS = ("apples", "bricks", "candles", "desks", "engines", "flour", "glass", "
 
 
 def check_prompts(
-    sources: Sequence[str], chat: Chat, max_prompt: int
+    files: Sequence[str], chat: Chat, max_tokens: int, per_set: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """Token ids of prompts by set: the user's own files, or those that come with Leadout."""
+    """Token ids of prompts by set: from the user's files, or from the default sets.
+
+    Prompts longer than `max_tokens` are left out; `per_set` limits the prompts of each set.
+    """
     found: dict[str, list[list[int]]] = {}
-    for prompt in default_or_given(sources):
+    for prompt in prompts_or_default(files):
         tokens = chat.prompt(prompt.turns[:1])
-        if len(tokens) <= max_prompt:
+        if len(tokens) <= max_tokens:
             found.setdefault(prompt.source, []).append(tokens)
-    if not sources:
-        found[LONG] = [_long_prompt(chat, number, max_prompt) for number in range(LONG_PROMPTS)]
-    return found
+    if not files:
+        found[LONG] = [_long_prompt(chat, number, max_tokens) for number in range(LONG_PROMPTS)]
+    return {name: prompts[:per_set] for name, prompts in found.items()}
 
 
-def default_or_given(sources: Sequence[str]) -> list[Prompt]:
-    files = list(sources) or [str(path) for path in sorted(FOLDER.glob("*.jsonl"))]
-    return read_prompts(files)
+def prompts_or_default(files: Sequence[str]) -> list[Prompt]:
+    """The prompts of these files; without files, those that come with Leadout."""
+    return read_prompts(list(files) or [str(path) for path in sorted(FOLDER.glob("*.jsonl"))])
 
 
-def _long_prompt(chat: Chat, number: int, max_prompt: int) -> list[int]:
-    """As many records as fit, at most three quarters of what the target may read."""
+def _long_prompt(chat: Chat, number: int, max_tokens: int) -> list[int]:
+    """As many records as fit into `max_tokens`."""
     records: list[str] = []
     tokens = chat.prompt([_question(records, number)])
     while True:
         more = [*records, *(_record(len(records) + i, number) for i in range(8))]
         longer = chat.prompt([_question(more, number)])
-        if len(longer) > max_prompt:
+        if len(longer) > max_tokens:
             return tokens
         records, tokens = more, longer
 

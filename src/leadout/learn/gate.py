@@ -22,7 +22,7 @@ from leadout.check.static import static_findings
 from leadout.checkpoints import Checkpoint, CheckpointError, read_checkpoint
 from leadout.engine.offline import SessionRequest, run_session
 from leadout.evaluate.acceptance import TextAcceptance
-from leadout.evaluate.compare import judge, served_drafts
+from leadout.evaluate.compare import acceptance_by_drafter, served_draft_tokens
 from leadout.evaluate.hidden_states import load_model
 from leadout.learn.data import spread
 from leadout.shards import Sample
@@ -201,7 +201,7 @@ def gather(trial: Trial, prove: Prove, progress: Progress) -> Evidence:
     if any(finding.gravity is Gravity.UNFIT for finding in findings):
         return Evidence(findings=findings)
     samples = [*trial.held_out, *trial.base]
-    before, after = judge(
+    before, after = acceptance_by_drafter(
         trial.target,
         [trial.serving, trial.candidate],
         samples,
@@ -247,7 +247,7 @@ def shape_findings(serving: Checkpoint, candidate: Path) -> list[Finding]:
 
 def prove_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
     """Greedy answers in float32, with and without the drafter, each in a process of its own."""
-    drafts = served_drafts(drafter)
+    drafts = served_draft_tokens(drafter)
     room = read_checkpoint(drafter).config.max_positions - PROVED_TOKENS - drafts
     prompts = {"held out": [sample.prompt[-room:] for sample in samples]}
     longest = max(len(prompt) for prompt in prompts["held out"])

@@ -18,7 +18,7 @@ from leadout.engine.calibration import (
     Turn,
     calibrate,
 )
-from leadout.evaluate.prompts import default_or_given
+from leadout.evaluate.prompts import prompts_or_default
 from leadout.findings import Severity
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import Pair, examine, read_target
@@ -175,7 +175,7 @@ def prepare(request: TuneRequest) -> Preparation:
 
 
 def _prompts(request: TuneRequest, chat: Chat, most: int) -> list[list[int]]:
-    rendered = [chat.prompt(prompt.turns[:1]) for prompt in default_or_given(request.prompts)]
+    rendered = [chat.prompt(prompt.turns[:1]) for prompt in prompts_or_default(request.prompts)]
     kept = [tokens for tokens in rendered if len(tokens) <= most]
     if not kept:
         raise TuneError(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from leadout.check.result import Silence
-from leadout.evaluate.compare import judge
+from leadout.evaluate.compare import acceptance_by_drafter
 from leadout.learn.gate import Margins, Trial, compare, decide, gather
 from support.gate_candidates import (
     CANDIDATES,
@@ -46,5 +46,7 @@ def test_the_gate_judges_each_as_it_deserves(
 def test_the_overfitted_one_looks_better_on_its_own_text(world: World, tmp_path: Path) -> None:
     (overfitted,) = (each for each in CANDIDATES if each.name.startswith("overfitted"))
     drafters = [world.drafter, overfitted.make(world, tmp_path)]
-    before, after = judge(world.target, drafters, overfitted_part(), 64, ALONE.device)
+    before, after = acceptance_by_drafter(
+        world.target, drafters, overfitted_part(), 64, ALONE.device
+    )
     assert compare(before, after).change.low > 0.3
