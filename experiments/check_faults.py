@@ -2,10 +2,10 @@
 
     python experiments/check_faults.py TARGET DRAFTER --tuning-text PROMPTS --out FILE --table PAGE
 
-Every fault is written as a checkpoint (or a target) of its own, without the record of its training
-unless the fault is one that only the record can show. What is told of it: the acceptance it costs,
-what the check names first, and what the repair brings back. The fine-tuned target has learnt to
-go on with the texts of PROMPTS, a prompt set that the drafter's training did not contain.
+Every fault is written as a separate checkpoint (or target), without the training record unless only
+the record can show the fault. Reported for each fault: the acceptance it costs, what the check
+names first, and what the repair restores. The fine-tuned target was trained on the texts of
+PROMPTS, a prompt set that the drafter's training did not contain.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leadout.check.diagnosis import (
-    Examination,
+    Diagnosis,
     as_served,
-    examine,
+    diagnose,
     served_weights,
-    write_fixed,
+    write_repaired,
 )
 from leadout.check.probe import Probe, Text, drafter_of
-from leadout.check.result import Finding, Gravity, Silence, by_weight
 from leadout.check.run import mask_candidates
 from leadout.check.static import static_findings
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
+from leadout.console import Progress
 from leadout.data.chat import Chat
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.engine.offline import SessionRequest, run_session
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts
+from leadout.findings import Finding, Severity, worst_first
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
 
@@ -60,13 +61,13 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A pair to judge; `cause` is the right name, None: nothing is wrong."""
+    """A pair to check; `cause` is the expected finding, None: nothing is wrong."""
 
     name: str
     cause: str | None
     target: Path
     drafter: Path
-    same_texts: Path | None = None  # a target that says the same and can be asked
+    same_texts: Path | None = None  # a target with the same answers that can be run
 
 
 def main() -> None:
@@ -80,21 +81,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         maker = CaseMaker(arguments.target, arguments.drafter, arguments.tuning_text, Path(folder))
         bench = Bench(arguments.target, arguments.drafter)
-        judged: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for case in track([*maker.faults(), *maker.healthy()], "cases"):
-            judged.append(bench.judge(case))
-            write(arguments, bench.reference, judged)
-    print(json.dumps(summary(judged), indent=2))
+            rows.append(bench.check(case))
+            write(arguments, bench.reference, rows)
+    print(json.dumps(summary(rows), indent=2))
 
 
-def write(arguments: Any, reference: float, judged: list[dict[str, Any]]) -> None:
-    """After each case, so that a run cut short leaves what it has."""
+def write(arguments: Any, reference: float, rows: list[dict[str, Any]]) -> None:
+    """Called after each case, so that an interrupted run keeps its results."""
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "healthy_acceptance": reference,
-        "faults": [row for row in judged if row["cause"] is not None],
-        "healthy": [row for row in judged if row["cause"] is None],
-        "summary": summary(judged),
+        "faults": [row for row in rows if row["cause"] is not None],
+        "healthy": [row for row in rows if row["cause"] is None],
+        "summary": summary(rows),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -110,41 +111,41 @@ class Bench:
         self.reference = 0.0
         self.reference = self._length(target, drafter)
 
-    def judge(self, case: Case) -> dict[str, Any]:
+    def check(self, case: Case) -> dict[str, Any]:
         findings = static_findings(case.target, case.drafter)
-        unfit = [f for f in findings if f.gravity is Gravity.UNFIT]
+        errors = [f for f in findings if f.severity is Severity.ERROR]
         row: dict[str, Any] = {"name": case.name, "cause": case.cause}
-        if unfit:  # the pair would not start: there is no acceptance to speak of
-            return {**row, **self._named(case, unfit), "acceptance": None, "repaired": None}
+        if errors:  # the pair would not start, so there is no acceptance
+            return {**row, **self._named(case, errors), "acceptance": None, "repaired": None}
         asked = case.same_texts or case.target
-        found = self._examine(asked, case.drafter)
+        found = self._diagnose(asked, case.drafter)
         length = found.offline.overall.length.value
-        row |= self._named(case, by_weight([*findings, *found.findings]))
+        row |= self._named(case, worst_first([*findings, *found.findings]))
         row |= {"acceptance": length, "effect": length / self.reference - 1, "repaired": None}
         if found.repair is not None and case.cause is not None:
             with tempfile.TemporaryDirectory() as folder:
                 fixed = Path(folder, "fixed")
-                write_fixed(case.drafter, found.repair, fixed, self._config.target_num_layers)
+                write_repaired(case.drafter, found.repair, fixed, self._config.target_num_layers)
                 row["repaired"] = self._length(asked, fixed)
         return row
 
     def _named(self, case: Case, findings: list[Finding]) -> dict[str, Any]:
-        grave = [f for f in findings if f.gravity is not Gravity.NOTE]
-        says = grave[0].message if grave else ""
+        problems = [f for f in findings if f.severity is not Severity.NOTE]
+        says = problems[0].message if problems else ""
         # Without the folder that the cases were made in, which is gone when the result is read.
         says = says.replace(f"{case.target.parent}/", "").replace(f"{case.drafter.parent}/", "")
-        return {"named": [f.name for f in grave], "says": says}
+        return {"named": [f.name for f in problems], "says": says}
 
-    def _examine(self, target: Path, drafter: Path) -> Examination:
+    def _diagnose(self, target: Path, drafter: Path) -> Diagnosis:
         facts, checkpoint = read_target(target), read_checkpoint(drafter)
-        return examine(
+        return diagnose(
             self._probe(target),
             facts,
             checkpoint,
             checkpoint.config.max_draft_tokens,
             mask_candidates(target, facts.vocab_size),
             PRECISION,
-            Silence(),
+            Progress.silent(),
         )
 
     def _length(self, target: Path, drafter: Path) -> float:
@@ -217,7 +218,7 @@ class CaseMaker:
         yield self._weighted("weights rounded to 4 bits", "weights-quantised", rounded_to_4_bits)
         yield self._weighted("a dead MLP", "weights-dead", self._dead_mlp)
         yield self._other_target("target fine-tuned a little", self._fine_tuned)
-        yield self._other_target("a drafter of another target", turned)
+        yield self._other_target("a drafter of another target", permuted)
         yield self._without_template()
 
     def healthy(self) -> Iterator[Case]:
@@ -342,8 +343,8 @@ def rounded_to_4_bits(weights: Weights) -> Weights:
     return changed
 
 
-def turned(weights: Weights) -> Weights:
-    """Another model that says the same: its hidden dimensions are in another order."""
+def permuted(weights: Weights) -> Weights:
+    """Another model with the same output: its hidden dimensions are in another order."""
     width = weights["model.embed_tokens.weight"].shape[1]
     order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
     writes = ("o_proj.weight", "down_proj.weight")
@@ -358,9 +359,9 @@ def turned(weights: Weights) -> Weights:
     return changed
 
 
-def summary(judged: list[dict[str, Any]]) -> dict[str, int]:
-    faults = [row for row in judged if row["cause"] is not None]
-    healthy = [row for row in judged if row["cause"] is None]
+def summary(rows: list[dict[str, Any]]) -> dict[str, int]:
+    faults = [row for row in rows if row["cause"] is not None]
+    healthy = [row for row in rows if row["cause"] is None]
     costly = [f for f in faults if f["acceptance"] is None or f["effect"] <= -SMALL_EFFECT]
     return {
         "faults": len(faults),

@@ -17,7 +17,7 @@ from typing import Any
 from rich.progress import track
 
 import common  # noqa: F401 - sets the environment
-from leadout.check.result import Silence
+from leadout.console import Progress
 from leadout.evaluate.compare import acceptance_by_drafter
 from leadout.learn.config import LearnConfig
 from leadout.learn.gate import Margins, Trial, compare, decide, gather, prove_lossless
@@ -69,7 +69,7 @@ def row(candidate: Candidate, world: World, folder: Path) -> dict[str, Any]:
         max_length=LENGTH,
         device=ALONE.device,
     )
-    evidence = gather(trial, prove_lossless, Silence())
+    evidence = gather(trial, prove_lossless, Progress.silent())
     decision = decide(evidence, MARGINS)
     found: dict[str, Any] = {
         "name": candidate.name,

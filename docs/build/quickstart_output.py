@@ -39,7 +39,9 @@ def check() -> str:
     from leadout.check.report import print_result
 
     result = CheckResult.model_validate_json((RESULTS / "check.json").read_text())
-    return _console(CHECK, _printed(lambda console: print_result(result, console)))
+    return _console(
+        CHECK, _printed(lambda console: print_result(result, console, written=[Path("check.html")]))
+    )
 
 
 def tune() -> str:

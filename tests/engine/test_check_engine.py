@@ -1,4 +1,4 @@
-"""What a check asks of vLLM: equal drafts and texts of a right pair, and a real fault named."""
+"""A check in vLLM: equal drafts and texts of a healthy pair, and a real engine fault named."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def model(pair: tuple[Path, Path]) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def heard() -> list[str]:
+def reports() -> list[str]:
     return []
 
 
 @pytest.fixture(scope="module")
-def runs(pair: tuple[Path, Path], heard: list[str]) -> EngineRuns:
+def runs(pair: tuple[Path, Path], reports: list[str]) -> EngineRuns:
     return run_engines(
         *pair,
         PROMPTS,
@@ -53,11 +53,11 @@ def runs(pair: tuple[Path, Path], heard: list[str]) -> EngineRuns:
         draft_tokens=K,
         max_length=LENGTH,
         dtype=torch.float32,
-        report=heard.append,
+        report=reports.append,
     )
 
 
-def test_a_right_pair_drafts_as_the_reference_does(
+def test_the_engine_computes_the_drafts_of_the_reference(
     pair: tuple[Path, Path], model: nn.Module, runs: EngineRuns
 ) -> None:
     found = parity.compare(*pair, model, runs.recorded, torch.float32)
@@ -66,7 +66,7 @@ def test_a_right_pair_drafts_as_the_reference_does(
     assert found.first_difference is None
     assert 0 < max(found.differences.values()) < 1e-5
     assert parity.finding_of(found) is None
-    # Every token before the last anchor has been heard, so nothing went uncompared.
+    # Every token before the last anchor was recorded, so everything was compared.
     for text in runs.recorded:
         assert text.context.positions.tolist() == list(range(int(text.blocks[-1].anchor)))
 
@@ -80,26 +80,26 @@ def test_speculation_does_not_change_the_text(model: nn.Module, runs: EngineRuns
     assert lossless.finding_of(found) is None
 
 
-def test_acceptance_is_counted_by_set(runs: EngineRuns, heard: list[str]) -> None:
-    (greedy,) = runs.served  # beside a sampled request nothing is drafted on a CPU
+def test_acceptance_is_counted_by_set(runs: EngineRuns, reports: list[str]) -> None:
+    (greedy,) = runs.served  # on CPUs nothing is drafted beside a sampled request
     assert greedy.temperature == 0.0
     assert list(greedy.by_set) == ["some", "more"]
     assert len(greedy.by_position) == K
     # Every text has one token of the prefill, and one or more of every step.
     written = sum(len(answer) - 1 for each in runs.speculative.values() for answer in each)
     assert 0 < greedy.steps <= written <= greedy.steps * greedy.length + K * 3
-    assert heard[0] == "with drafter: vLLM has started"
-    assert "with drafter: more at temperature 0" in heard
-    assert heard[-1] == "without drafter: more at temperature 0"
+    assert reports[0] == "with drafter: vLLM has started"
+    assert "with drafter: more at temperature 0" in reports
+    assert reports[-1] == "without drafter: more at temperature 0"
 
 
-def test_vllms_own_class_on_cpus_is_told_by_the_first_wrong_tensor(
+def test_the_fault_of_vllms_own_class_on_cpus_is_named(
     pair: tuple[Path, Path],
     model: nn.Module,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # It norms the context keys of every layer by the first layer's norm.
+    # It normalises the context keys of every layer with the norm of the first layer.
     monkeypatch.setenv(SWITCH, "0")
     target, drafter = pair
     path = tmp_path / "drafts.safetensors"

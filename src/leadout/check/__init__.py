@@ -1,1 +1,1 @@
-"""Proof that a target and a drafter belong together, or the cause why they do not."""
+"""Whether a drafter fits a target: from files, in the engine, and the cause if it does not."""

@@ -1,4 +1,10 @@
-"""A drafter with a cause undone, written as a checkpoint of its own."""
+"""Offline acceptance of a drafter, the cause if it is too low, and the repaired drafter.
+
+The drafter is evaluated as the engine serves it: with the block cut to K slots after the anchor,
+and with the taps ordered by depth, whatever their order in the file. Every known cause of rejected
+drafts is then undone in turn on the same positions; a cause whose undoing raises acceptance is a
+finding, with the exact edit as its remedy.
+"""
 
 from __future__ import annotations
 
@@ -9,151 +15,72 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from leadout.check.hypotheses import HYPOTHESES, Hypothesis, Surroundings, Variant
+from leadout.check.hypotheses import TargetInfo, Variant, variants_of
 from leadout.check.probe import FINALISTS, Probe, Text, Trial, drafter_of, try_variants
-from leadout.check.result import (
-    CheckError,
-    Evidence,
-    Finding,
-    Gravity,
-    OfflineAcceptance,
-    Progress,
-    Tried,
-)
+from leadout.check.result import CheckError, OfflineAcceptance, Tried
 from leadout.checkpoints import Checkpoint, load_weights, read_checkpoint, write_checkpoint
 from leadout.checkpoints.store import refuse_existing
+from leadout.console import Progress
 from leadout.data.chat import Chat, TemplateError
 from leadout.dflash.config import DrafterConfig
 from leadout.evaluate.acceptance import AcceptanceTable, TextAcceptance, tabulate
 from leadout.evaluate.prompts import prompts_or_default
+from leadout.findings import Finding, Severity
 from leadout.pairing import TargetFacts
 
-
-class NotFixableError(CheckError):
-    """A cause that no edit of the drafter's files can undo."""
-
-
-def write_fixed(
-    drafter: Path, variant: Variant, out: Path, target_layers: int | None = None
-) -> Checkpoint:
-    """The checkpoint in `drafter` with the variant's edit, in the same format, in a new folder.
-
-    `target_layers` completes a file that does not tell them. The record of its training is not
-    copied: it describes another drafter.
-    """
-    if variant.normed_last_tap:
-        raise NotFixableError(
-            f"--fix: found the cause {variant.cause} ({variant.edit}), wanted one that a field or "
-            "a tensor of the drafter decides: no format can say this; train the drafter on the "
-            "states that vLLM hands over"
-        )
-    refuse_existing(out)
-    checkpoint = read_checkpoint(drafter)
-    weights = load_weights(checkpoint)
-    if variant.weights is not None:
-        weights = variant.weights(weights)
-    config = variant.config
-    if config.target_num_layers is None:
-        config = replace(config, target_num_layers=target_layers)
-    write_checkpoint(
-        out,
-        weights,
-        config,
-        checkpoint.format,
-        target_name=checkpoint.target_name,
-        draft_tokens=checkpoint.draft_tokens,
-        kept=checkpoint.kept,
-    )
-    return read_checkpoint(out)
-
-
-# Which known cause, undone, would raise acceptance: named with numbers and the exact edit.
-
-# Gains below this are not worth an edit, significant or not.
-SMALLEST_GAIN = 0.01
-# A better setting explains a drafter that hardly works only if it brings most of it back.
-GRAVE_GAIN = 0.25
-
-
-def variants_of(
-    config: DrafterConfig, around: Surroundings, hypotheses: Sequence[Hypothesis] = HYPOTHESES
-) -> list[Variant]:
-    return [variant for each in hypotheses for variant in each.variants(config, around)]
-
-
-def layers_needed(config: DrafterConfig, target_layers: int) -> set[int]:
-    """Every layer that a hypothesis may tap."""
-    near = {i + shift for i in config.target_layer_ids for shift in (-1, 0, 1)}
-    return {layer for layer in near if 0 <= layer < target_layers}
-
-
-def findings_of(trials: Sequence[Trial]) -> list[Finding]:
-    """One finding for each cause whose undoing raises acceptance, the largest gain first."""
-    found: dict[str, Finding] = {}
-    whole = max((trial.texts for trial in trials), default=0)
-    for trial in trials:  # the best first
-        if trial.texts < whole:
-            continue  # only screened: few texts make large gains by chance
-        cause = trial.variant.cause
-        gain = trial.gain
-        if cause in found or not gain.is_significant or gain.relative < SMALLEST_GAIN:
-            continue
-        found[cause] = Finding(
-            name=cause,
-            gravity=_gravity(trial),
-            message=(
-                f"{trial.variant.edit} raises acceptance from {gain.before:.3f} to "
-                f"{gain.after:.3f} on the same positions ({gain.relative:+.1%})"
-            ),
-            evidence=_evidence(trial),
-            remedy=f"Make this edit, or let --fix write it: {trial.variant.edit}.",
-        )
-    return list(found.values())
-
-
-def repair_of(trials: Sequence[Trial]) -> Variant | None:
-    """The variant to write: the best one that is no mere note, if it gains enough."""
-    for trial in trials:  # the best first
-        if _gravity(trial) is not Gravity.NOTE:
-            enough = trial.gain.is_significant and trial.gain.relative >= SMALLEST_GAIN
-            return trial.variant if enough else None
-    return None
-
-
-def _gravity(trial: Trial) -> Gravity:
-    if trial.gain.relative >= GRAVE_GAIN:
-        return Gravity.UNFIT
-    return Gravity.NOTE if trial.variant.may_be_meant else Gravity.DOUBTFUL
-
-
-def _evidence(trial: Trial) -> Evidence:
-    gain = trial.gain
-    return {
-        "before": gain.before,
-        "after": gain.after,
-        "gain": gain.difference.value,
-        "gain_low": gain.difference.low,
-        "gain_high": gain.difference.high,
-        "edit": trial.variant.edit,
-    }
-
-
-# The reference's half of a check: acceptance along the target's texts, and what would raise it.
-#
-# The drafter is taken as the engine serves it: with the block cut to K slots after the anchor, and
-# with the taps in the order of depth, whatever the order in the file.
+# Smaller gains are not worth an edit, significant or not.
+MIN_GAIN = 0.01
+# A gain of this size shows that the drafter hardly works as it is.
+LARGE_GAIN = 0.25
+# Below this acceptance length drafting costs more than it brings on any engine.
+MIN_ACCEPTANCE = 1.15
 
 CONTEXT_EDGES = (0, 128, 256, 512, 1024, 2048, 4096)
-# Below this, drafting costs more than it brings on any engine.
-HARDLY_ANY = 1.15
+
+PLAIN = "without the chat template"
+THINKING = {True: "with thinking", False: "without thinking"}
+PROMPTS_PER_MODE = 9  # over all sets
 
 
 @dataclass(frozen=True, slots=True)
-class Examination:
+class Diagnosis:
     offline: OfflineAcceptance
     tried: list[Tried]
     findings: list[Finding]
-    repair: Variant | None  # in terms of the drafter's own block size
+    repair: Variant | None  # with the drafter's own block size
+
+
+def diagnose(
+    probe: Probe,
+    facts: TargetFacts,
+    checkpoint: Checkpoint,
+    draft_tokens: int,
+    mask_candidates: Sequence[int],
+    precision: torch.dtype,
+    progress: Progress,
+) -> Diagnosis:
+    """Measure acceptance, then undo every known cause in turn on the same positions."""
+    config = as_served(checkpoint.config, draft_tokens)
+    weights = served_weights(checkpoint, precision)
+    acceptance = probe.acceptance(drafter_of(config, weights))
+    target = TargetInfo(facts.num_layers, facts.rope, mask_candidates, probe.longest)
+    variants = variants_of(config, target)
+    report = progress.stage("known causes", len(variants) + min(FINALISTS, len(variants)))
+    trials = try_variants(probe, weights, acceptance, variants, report)
+    repair = repair_of(trials)
+    if repair is not None:
+        whole_block = replace(repair.config, block_size=checkpoint.config.block_size)
+        repair = replace(repair, config=whole_block)
+    table = offline_table(acceptance, draft_tokens)
+    findings = findings_of(trials)
+    if all(finding.severity is Severity.NOTE for finding in findings):
+        findings += acceptance_findings(table.overall)
+    return Diagnosis(
+        offline=table,
+        tried=[_tried(trial) for trial in trials],
+        findings=findings,
+        repair=repair,
+    )
 
 
 def as_served(config: DrafterConfig, draft_tokens: int) -> DrafterConfig:
@@ -171,50 +98,80 @@ def served_weights(checkpoint: Checkpoint, precision: torch.dtype) -> dict[str, 
     }
 
 
-def make_probe(
-    target: Path,
-    model: nn.Module,
-    facts: TargetFacts,
-    config: DrafterConfig,
-    texts: Sequence[Text],
-    precision: torch.dtype,
-    progress: Progress,
-) -> Probe:
-    report = progress.stage("states of the target", len(texts))
-    return Probe(target, model, texts, layers_needed(config, facts.num_layers), precision, report)
+def layers_needed(config: DrafterConfig, target_layers: int) -> set[int]:
+    """Every layer that a variant of this drafter may tap."""
+    near = {i + shift for i in config.target_layer_ids for shift in (-1, 0, 1)}
+    return {layer for layer in near if 0 <= layer < target_layers}
 
 
-def examine(
-    probe: Probe,
-    facts: TargetFacts,
-    checkpoint: Checkpoint,
-    draft_tokens: int,
-    special_tokens: Sequence[int],
-    precision: torch.dtype,
-    progress: Progress,
-) -> Examination:
-    """Acceptance, and every known cause tried one by one on the same positions."""
-    config = as_served(checkpoint.config, draft_tokens)
-    weights = served_weights(checkpoint, precision)
-    now = probe.acceptance(drafter_of(config, weights))
-    around = Surroundings(facts.num_layers, facts.rope, special_tokens, probe.longest)
-    variants = variants_of(config, around)
-    report = progress.stage("known causes", len(variants) + min(FINALISTS, len(variants)))
-    trials = try_variants(probe, weights, now, variants, report)
-    repair = repair_of(trials)
-    if repair is not None:
-        whole = replace(repair.config, block_size=checkpoint.config.block_size)
-        repair = replace(repair, config=whole)
-    table = offline_table(now, draft_tokens)
-    findings = findings_of(trials)
-    if all(finding.gravity is Gravity.NOTE for finding in findings):
-        findings += hardly_any(table.overall)
-    return Examination(
-        offline=table,
-        tried=[_tried(trial) for trial in trials],
-        findings=findings,
-        repair=repair,
-    )
+def findings_of(trials: Sequence[Trial]) -> list[Finding]:
+    """One finding for each cause whose undoing raises acceptance; `trials` are the best first."""
+    found: dict[str, Finding] = {}
+    all_texts = max((trial.texts for trial in trials), default=0)
+    for trial in trials:
+        if trial.texts < all_texts:
+            continue  # screened only: on few texts large gains happen by chance
+        cause, edit, gain = trial.variant.cause, trial.variant.edit, trial.gain
+        if cause in found or not gain.is_significant or gain.relative < MIN_GAIN:
+            continue
+        found[cause] = Finding(
+            name=cause,
+            severity=_severity(trial),
+            message=(
+                f"{edit} raises acceptance from {gain.before:.3f} to {gain.after:.3f} on the same "
+                f"positions ({gain.relative:+.1%})"
+            ),
+            evidence={
+                "before": gain.before,
+                "after": gain.after,
+                "gain": gain.difference.value,
+                "gain_low": gain.difference.low,
+                "gain_high": gain.difference.high,
+                "edit": edit,
+            },
+            remedy=(
+                f"Optional, since the drafter may be as it was trained: {edit}."
+                if _severity(trial) is Severity.NOTE
+                else f"Make this edit, or let --fix write it: {edit}."
+            ),
+        )
+    return list(found.values())
+
+
+def repair_of(trials: Sequence[Trial]) -> Variant | None:
+    """The best variant that is more than a note, if its gain suffices."""
+    for trial in trials:  # the best first
+        if _severity(trial) is not Severity.NOTE:
+            enough = trial.gain.is_significant and trial.gain.relative >= MIN_GAIN
+            return trial.variant if enough else None
+    return None
+
+
+def _severity(trial: Trial) -> Severity:
+    if trial.gain.relative >= LARGE_GAIN:
+        return Severity.ERROR
+    return Severity.NOTE if trial.variant.may_be_intended else Severity.WARNING
+
+
+def acceptance_findings(table: AcceptanceTable) -> list[Finding]:
+    """Hardly any draft is accepted, although no known cause was found."""
+    if table.length.high >= MIN_ACCEPTANCE:
+        return []
+    return [
+        Finding(
+            name="drafts-rejected",
+            severity=Severity.ERROR,
+            message=(
+                f"the acceptance length is {table.length:.3f}, below {MIN_ACCEPTANCE}: hardly any "
+                "draft is accepted, and none of the known causes explains it"
+            ),
+            evidence={"acceptance_length": table.length.value},
+            remedy=(
+                "The drafter was probably trained for another target, or hardly at all: train one "
+                "for this target with `leadout data` and `leadout train`."
+            ),
+        )
+    ]
 
 
 def offline_table(texts: Sequence[TextAcceptance], draft_tokens: int) -> OfflineAcceptance:
@@ -234,71 +191,75 @@ def offline_table(texts: Sequence[TextAcceptance], draft_tokens: int) -> Offline
 
 
 def context_bucket(length: int) -> str:
-    """The name of the range of prompt lengths that this one falls into."""
+    """The name of the range that a prompt length falls into, such as "128 to 255"."""
     low = max(edge for edge in CONTEXT_EDGES if edge <= length)
     above = [edge for edge in CONTEXT_EDGES if edge > length]
     return f"{low} to {above[0] - 1}" if above else f"{low} and more"
 
 
-def hardly_any(table: AcceptanceTable) -> list[Finding]:
-    """No known cause, and yet next to nothing is accepted."""
-    if table.length.high >= HARDLY_ANY:
-        return []
-    return [
-        Finding(
-            name="drafts-rejected",
-            gravity=Gravity.UNFIT,
-            message=(
-                f"found an acceptance length of {table.length}, wanted at least {HARDLY_ANY}: "
-                "hardly any draft is accepted, and none of the known causes explains it"
-            ),
-            evidence={"acceptance_length": table.length.value},
-            remedy=(
-                "The drafter was probably trained for another target, or hardly at all: train one "
-                "for this target with `leadout data` and `leadout train`."
-            ),
-        )
-    ]
-
-
 def _tried(trial: Trial) -> Tried:
-    gain = trial.gain
     return Tried(
         cause=trial.variant.cause,
         edit=trial.variant.edit,
-        before=gain.before,
-        after=gain.after,
-        difference=gain.difference,
+        before=trial.gain.before,
+        after=trial.gain.after,
+        difference=trial.gain.difference,
         texts=trial.texts,
     )
 
 
-# Other ways to ask: without the chat template, or in the other thinking mode.
-#
-# A drafter knows the text it was trained on. If it accepts clearly more when the target is asked in
-# another way, it was trained for that way, and the pair is served in the wrong one.
+def write_repaired(
+    drafter: Path, repair: Variant, out: Path, target_layers: int | None = None
+) -> Checkpoint:
+    """Write the drafter with the repair's edit, in the same format, into a new folder.
 
-PLAIN = "without the chat template"
-THINKING = {True: "with thinking", False: "without thinking"}
-PROMPTS = 9  # of each mode, over all sets
+    `target_layers` fills in a missing number of target layers. The training record is not copied:
+    it describes another drafter.
+    """
+    if repair.normed_last_tap:
+        raise CheckError(
+            f"--fix cannot repair {repair.cause} ({repair.edit}): no field or tensor of the "
+            "drafter's files decides it. Train the drafter on the states that vLLM provides."
+        )
+    refuse_existing(out)
+    checkpoint = read_checkpoint(drafter)
+    weights = load_weights(checkpoint)
+    if repair.weights is not None:
+        weights = repair.weights(weights)
+    config = repair.config
+    if config.target_num_layers is None:
+        config = replace(config, target_num_layers=target_layers)
+    write_checkpoint(
+        out,
+        weights,
+        config,
+        checkpoint.format,
+        target_name=checkpoint.target_name,
+        draft_tokens=checkpoint.draft_tokens,
+        kept=checkpoint.kept,
+    )
+    return read_checkpoint(out)
 
 
 def other_modes(
-    sources: Sequence[str], target: Path, chat: Chat, max_prompt: int
+    files: Sequence[str], target: Path, chat: Chat, max_tokens: int
 ) -> dict[str, list[list[int]]]:
-    """A few of the prompts in every way of asking that gives other tokens than `chat` does."""
-    prompts = prompts_or_default(sources)
-    some = prompts[:: max(1, len(prompts) // PROMPTS)][:PROMPTS]
+    """Some prompts without the chat template and in the other thinking mode.
+
+    Modes whose tokens are those of `chat` are left out.
+    """
+    prompts = prompts_or_default(files)
+    some = prompts[:: max(1, len(prompts) // PROMPTS_PER_MODE)][:PROMPTS_PER_MODE]
     asked = [chat.prompt(prompt.turns[:1]) for prompt in some]
     modes = {PLAIN: [chat.plain(prompt.turns[0]) for prompt in some]}
     for thinking, name in THINKING.items():
         try:
             other = Chat(target, thinking)
         except TemplateError:
-            break  # the template knows no modes
+            break  # the template has no thinking modes
         modes[name] = [other.prompt(prompt.turns[:1]) for prompt in some]
     return {
-        name: [prompt for prompt in tokens if len(prompt) <= max_prompt]
+        name: [prompt for prompt in tokens if len(prompt) <= max_tokens]
         for name, tokens in modes.items()
         if tokens != asked
     }
@@ -313,27 +274,27 @@ def mode_findings(
     offline: OfflineAcceptance,
     precision: torch.dtype,
 ) -> list[Finding]:
-    """One finding for each mode in which the drafter accepts clearly more."""
+    """Modes with significantly higher acceptance: the drafter was trained for one of them."""
     config = as_served(checkpoint.config, draft_tokens)
     drafter = drafter_of(config, served_weights(checkpoint, precision))
-    now = offline.overall.length
+    here = offline.overall.length
     findings = []
     for mode, texts in answers.items():
         long_enough = [text for text in texts if len(text.answer) > draft_tokens]
         if not long_enough:
             continue
         probe = Probe(target, model, long_enough, config.target_layer_ids, precision)
-        length = tabulate(probe.acceptance(drafter), draft_tokens).length
-        if length.low > now.high:
+        there = tabulate(probe.acceptance(drafter), draft_tokens).length
+        if there.low > here.high:
             findings.append(
                 Finding(
                     name="asked-in-another-mode",
-                    gravity=Gravity.DOUBTFUL,
+                    severity=Severity.WARNING,
                     message=(
-                        f"the drafter accepts {length} {mode}, but {now} as it is asked now: it "
-                        "was trained on text of that kind"
+                        f"the acceptance length is {there:.3f} {mode}, but {here:.3f} in the mode "
+                        "of this check: the drafter was trained on text of the other mode"
                     ),
-                    evidence={"mode": mode, "there": length.value, "here": now.value},
+                    evidence={"mode": mode, "there": there.value, "here": here.value},
                     remedy=f"Serve the target {mode}, or train the drafter as it is served.",
                 )
             )

@@ -1,8 +1,7 @@
-"""Known causes of rejected drafts, each as a change that would undo it.
+"""Known causes of rejected drafts, each with changes of the drafter that would undo it.
 
-Every cause is one entry: a name, what it would mean, and variants of the drafter in which it is
-undone. A variant that accepts more than the drafter as it is names the cause, and its edit is the
-repair.
+A hypothesis yields variants of the drafter in which its cause is undone. If a variant accepts more
+than the drafter as it is, the cause is found, and the variant's edit is the repair.
 """
 
 from __future__ import annotations
@@ -26,35 +25,32 @@ class Variant:
     """The drafter with one thing changed."""
 
     cause: str
-    edit: str  # what to change, in the words of the file
+    edit: str  # what to change, in terms of the checkpoint's fields and tensors
     config: DrafterConfig
-    weights: Callable[[Weights], dict[str, Tensor]] | None = None  # None: as they are
-    normed_last_tap: bool = False  # the last layer's state as the target's head reads it
-    # The drafter may be as it was trained and still gain by this: no fault unless it gains much.
-    may_be_meant: bool = False
+    weights: Callable[[Weights], dict[str, Tensor]] | None = None  # None: unchanged
+    normed_last_tap: bool = False  # the last tap after the target's final norm
+    # The drafter may be as it was trained and still gain: a fault only if the gain is large.
+    may_be_intended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the hypotheses may know besides the drafter."""
+class TargetInfo:
+    """What the hypotheses may use besides the drafter."""
 
-    target_layers: int
-    target_rope: Rope | None
-    special_tokens: Sequence[int]  # that could be the mask token
-    longest_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    name: str
-    means: str
-    variants: Callable[[DrafterConfig, Surroundings], Iterable[Variant]]
+    num_layers: int
+    rope: Rope | None
+    mask_candidates: Sequence[int]  # tokens that could be the mask token
+    longest_text: int  # in tokens
 
 
-def shifted_taps(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
+Hypothesis = Callable[[DrafterConfig, TargetInfo], Iterable[Variant]]
+
+
+def shifted_taps(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """The tapped layers are off by one."""
     for shift, cause in ((1, "taps-one-too-low"), (-1, "taps-one-too-high")):
         ids = tuple(i + shift for i in config.target_layer_ids)
-        if min(ids) >= 0 and max(ids) < around.target_layers:
+        if min(ids) >= 0 and max(ids) < target.num_layers:
             yield Variant(
                 cause,
                 f"target_layer_ids: {list(config.target_layer_ids)} -> {list(ids)}",
@@ -62,12 +58,14 @@ def shifted_taps(config: DrafterConfig, around: Surroundings) -> Iterator[Varian
             )
 
 
-def order_of_taps(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
-    """vLLM concatenates by depth, whatever the file's order; fc must be in that order too."""
+def tap_order(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """fc was trained with the taps in another order.
+
+    vLLM concatenates taps by depth, whatever their order in the file.
+    """
     taps = len(config.target_layer_ids)
     if taps < 2:
         return
-    width = config.context_size
     orders = {"reversed": list(reversed(range(taps)))}
     for place in range(taps - 1):
         swapped = list(range(taps))
@@ -78,13 +76,14 @@ def order_of_taps(config: DrafterConfig, around: Surroundings) -> Iterator[Varia
             continue  # the same as reversed
 
         def reordered(weights: Weights, order: list[int] = order) -> dict[str, Tensor]:
-            parts = torch.split(weights["fc.weight"], width, dim=1)
+            parts = torch.split(weights["fc.weight"], config.context_size, dim=1)
             return {**weights, "fc.weight": torch.cat([parts[i] for i in order], dim=1)}
 
         yield Variant("tap-order", f"fc.weight: its {taps} parts {name}", config, reordered)
 
 
-def causality(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
+def causality(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """The layers were trained with the other causality."""
     for causal in (False, True):
         layers = tuple(replace(layer, causal=causal) for layer in config.layers)
         if layers != config.layers:
@@ -95,10 +94,11 @@ def causality(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
             )
 
 
-def window(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
+def window(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """The layers were trained with another attention window."""
     for size in (None, *COMMON_WINDOWS):
-        if size is not None and size >= around.longest_context:
-            continue  # it would change nothing here
+        if size is not None and size >= target.longest_text:
+            continue  # it would change nothing on these texts
         layers = tuple(LayerAttention(size, layer.causal) for layer in config.layers)
         if layers != config.layers:
             sizes = [layer.window for layer in config.layers]
@@ -106,20 +106,21 @@ def window(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
                 "window",
                 f"sliding_window: {sizes} -> {size} in all layers",
                 replace(config, layers=layers),
-                # A drafter of short texts gains by a window at long ones, and has lost none.
-                may_be_meant=size is not None
-                and all(now is None or now >= around.longest_context for now in sizes),
+                # A drafter trained on short texts may gain from a window on long ones.
+                may_be_intended=size is not None
+                and all(now is None or now >= target.longest_text for now in sizes),
             )
 
 
-def rope(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
-    tried = [] if around.target_rope is None else [around.target_rope]
-    tried += [replace(config.rope, theta=theta) for theta in COMMON_THETAS]
-    tried += [replace(config.rope, fraction=share) for share in COMMON_FRACTIONS]
+def rope(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """The drafter was trained with another rotary embedding."""
+    candidates = [] if target.rope is None else [target.rope]
+    candidates += [replace(config.rope, theta=theta) for theta in COMMON_THETAS]
+    candidates += [replace(config.rope, fraction=share) for share in COMMON_FRACTIONS]
     if config.rope.scaling is not None:
-        tried.append(replace(config.rope, scaling=None))
+        candidates.append(replace(config.rope, scaling=None))
     seen = {config.rope}
-    for candidate in tried:
+    for candidate in candidates:
         rotated = config.head_dim * candidate.fraction
         if candidate in seen or rotated % 2:
             continue
@@ -129,13 +130,14 @@ def rope(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
             cause = "rope-scaling"
         yield Variant(
             cause,
-            f"rope: {_rope(config.rope)} -> {_rope(candidate)}",
+            f"rope: {_describe_rope(config.rope)} -> {_describe_rope(candidate)}",
             replace(config, rope=candidate),
         )
 
 
-def mask_token(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
-    for token in around.special_tokens:
+def mask_token(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """The drafter was trained with another mask token."""
+    for token in target.mask_candidates:
         if token != config.mask_token_id and token < config.vocab_size:
             yield Variant(
                 "mask-token",
@@ -144,7 +146,8 @@ def mask_token(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]
             )
 
 
-def layer_order(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
+def layer_order(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """The draft layers are in another order than in training."""
     count = config.num_layers
     orders = {tuple(reversed(range(count)))} if count > 1 else set()
     for place in range(count - 1):
@@ -162,11 +165,12 @@ def layer_order(config: DrafterConfig, around: Surroundings) -> Iterator[Variant
                         changed[f"layers.{place}.{name.removeprefix(prefix)}"] = weights[name]
             return changed
 
-        yield Variant("layer-order", f"layers: taken in the order {list(order)}", config, reordered)
+        yield Variant("layer-order", f"layers: in the order {list(order)}", config, reordered)
 
 
-def last_norm(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
-    if config.target_layer_ids[-1] == around.target_layers - 1:
+def last_norm(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
+    """The drafter was trained on the last tap after the target's final norm."""
+    if config.target_layer_ids[-1] == target.num_layers - 1:
         yield Variant(
             "last-layer-norm",
             "the last tap: the target's last state after its final norm",
@@ -176,18 +180,23 @@ def last_norm(config: DrafterConfig, around: Surroundings) -> Iterator[Variant]:
 
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    Hypothesis("taps", "the tapped layers are off by one", shifted_taps),
-    Hypothesis("tap-order", "fc was trained with the taps in another order", order_of_taps),
-    Hypothesis("causality", "the layers were trained with the other causality", causality),
-    Hypothesis("window", "the layers were trained with another attention window", window),
-    Hypothesis("rope", "the drafter rotates positions otherwise than it was trained", rope),
-    Hypothesis("mask-token", "empty slots hold another token than in training", mask_token),
-    Hypothesis("layer-order", "the draft layers are not in their order of training", layer_order),
-    Hypothesis("last-norm", "the last tap was taken after the target's final norm", last_norm),
+    shifted_taps,
+    tap_order,
+    causality,
+    window,
+    rope,
+    mask_token,
+    layer_order,
+    last_norm,
 )
 
 
-def _rope(value: Rope) -> str:
+def variants_of(config: DrafterConfig, target: TargetInfo) -> list[Variant]:
+    """The variants of all hypotheses for one drafter."""
+    return [variant for each in HYPOTHESES for variant in each(config, target)]
+
+
+def _describe_rope(value: Rope) -> str:
     scaling = "" if value.scaling is None else f", {type(value.scaling).__name__}"
     share = "" if value.fraction == 1.0 else f", {value.fraction:g} of a head"
     return f"theta {value.theta:g}{share}{scaling}"

@@ -1,16 +1,15 @@
-"""Whether speculation leaves the text as it is.
+"""Whether speculation leaves greedy text unchanged, except for near-ties that rounding explains.
 
-In float32 the texts must be equal. In a narrower type they need not: a step with drafts puts other
-numbers of tokens through the same kernels than a step without, the last bit of a logit changes with
-that, and where two tokens score alike the other one may win. Such a divergence is a near-tie, and
-that is checked: the target's own logits there, computed by transformers over the text up to it,
-must not be further apart for the two tokens than rounding explains.
+In float32 the texts must be equal. In lower precision they may differ: a verifying step runs the
+same kernels on another number of tokens than a plain step, the last bit of a logit may change, and
+where two tokens score almost alike the other one wins. Each divergence is therefore checked: the
+target's own logits for the two tokens, computed by transformers over the text up to there, must
+not be further apart than rounding explains.
 
-What rounding explains: a logit of size s comes in steps of one ulp, `eps * 2^floor(log2 s)`, and
-what comes before the head is rounded as well. `ULPS` is meant for two ways of computing that are
-each a step or two from the exact logit. To it is added what is measured on the spot: how far the
-gap of the two tokens moves when transformers reads the same text in portions as a verifying step
-does.
+What rounding explains: a logit of size s has a resolution of one ulp, `eps * 2^floor(log2 s)`, and
+everything before the head is rounded as well. `ULPS` allows for two computations that are each an
+ulp or two from the exact logit. Added to it is a measurement: how much the gap between the two
+tokens changes when transformers reads the same text in two portions, as a verifying step does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leadout.check.result import Divergence, Finding, Gravity, Lossless
+from leadout.check.result import Divergence, Lossless
+from leadout.findings import Finding, Severity
 
 ULPS = 4
 
@@ -37,26 +37,27 @@ def compare_answers(
     precision: torch.dtype,
     portion: int,
 ) -> Lossless:
-    """`model` is the target in transformers in the engine's precision.
+    """Compare answers with and without speculation.
 
-    `portion` is how many tokens a step with drafts verifies at once.
+    `model` is the target in transformers in the engine's precision, `portion` the number of tokens
+    that a step with drafts verifies.
     """
     texts = 0
     divergences: list[Divergence] = []
     allowed = 0.0
-    for name, asked in prompts.items():
-        for prompt, without, drafted in zip(asked, bare[name], speculative[name], strict=True):
+    for name, part in prompts.items():
+        for prompt, without, drafted in zip(part, bare[name], speculative[name], strict=True):
             texts += 1
             place = first_divergence(without, drafted)
             if place is None:
                 continue
             tokens = without[place : place + 1], drafted[place : place + 1]
             text = [*prompt, *without[:place]]
-            tie = _Tie(_after_text(model, text), *tokens)
+            tie = _Tie(_next_logits(model, text), *tokens)
             divergences.append(Divergence(prompt_set=name, position=place, logit_gap=tie.gap))
             if precision != torch.float32:
-                again = _Tie(_after_text(model, text, portion), *tokens)
-                moved = abs(again.gap - tie.gap)
+                in_portions = _Tie(_next_logits(model, text, portion), *tokens)
+                moved = abs(in_portions.gap - tie.gap)
                 allowed = max(allowed, ULPS * ulp(tie.size, precision) + moved)
     return Lossless(
         texts=texts,
@@ -72,14 +73,14 @@ def finding_of(lossless: Lossless) -> Finding | None:
     if not bad:
         return None
     worst = max(bad, key=lambda each: each.logit_gap)
+    limit = f"at most {allowed:.4g} is rounding" if allowed else "in float32 texts must be equal"
     return Finding(
         name="not-lossless",
-        gravity=Gravity.UNFIT,
+        severity=Severity.ERROR,
         message=(
             f"speculation changes {len(bad)} of {lossless.texts} greedy texts by more than "
-            f"rounding: {worst.prompt_set} departs at token {worst.position} of the answer, where "
-            f"the target's logits for the two tokens are {worst.logit_gap:.4g} apart, wanted "
-            + (f"at most {allowed:.4g}" if allowed else "equal texts in float32")
+            f"rounding: an answer of {worst.prompt_set} diverges at token {worst.position}, where "
+            f"the target's logits for the two tokens are {worst.logit_gap:.4g} apart ({limit})"
         ),
         evidence={
             "texts": lossless.texts,
@@ -88,14 +89,14 @@ def finding_of(lossless: Lossless) -> Finding | None:
             "allowed_gap": allowed,
         },
         remedy=(
-            "Do not deploy: whatever the drafter is, the text must stay the target's own. Serve "
-            "without speculation and report the engine's version with this result."
+            "Do not deploy: speculation must not change the target's text, whatever the drafter. "
+            "Serve without speculation and report the engine's version with this result."
         ),
     )
 
 
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two answers part; the end of one counts, if the other goes on."""
+    """The first position where two answers differ; an answer that ends earlier differs there."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
             return place
@@ -103,25 +104,25 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 class _Tie:
-    """Two tokens, by the scores [vocab] for the place where one was chosen here, one there.
+    """The gap between the logits [vocab] of the tokens chosen with and without speculation.
 
-    One of them may be missing, where a text has ended: then the gap is as wide as the scores are.
+    Where one of the texts has ended there is one token only; the gap is then that of all logits.
     """
 
-    def __init__(self, scores: Tensor, one: Sequence[int], other: Sequence[int]) -> None:
-        of_both = scores[[*one, *other]] if one and other else scores
+    def __init__(self, logits: Tensor, one: Sequence[int], other: Sequence[int]) -> None:
+        of_both = logits[[*one, *other]] if one and other else logits
         self.gap = float(of_both.max() - of_both.min())
-        # Scores near zero are sums of larger numbers, whose rounding they keep.
-        self.size = max(float(of_both.abs().max()), float(scores.std()))
+        # Logits near zero are sums of larger numbers, whose rounding they keep.
+        self.size = max(float(of_both.abs().max()), float(logits.std()))
 
 
 def ulp(value: float, precision: torch.dtype) -> float:
-    """The step between neighbouring numbers of this size."""
+    """The distance between neighbouring numbers of this size."""
     return torch.finfo(precision).eps * 2.0 ** math.floor(math.log2(value))
 
 
-def _after_text(model: nn.Module, tokens: Sequence[int], last_portion: int = 0) -> Tensor:
-    """Scores for the token after a text, [vocab], that is read at once or in two portions."""
+def _next_logits(model: nn.Module, tokens: Sequence[int], last_portion: int = 0) -> Tensor:
+    """Logits [vocab] of the token after a text, which is read at once or in two portions."""
     text = torch.tensor([list(tokens)])
     before, rest = text[:, :-last_portion], text[:, -last_portion:]
     past: Any = None
@@ -131,5 +132,5 @@ def _after_text(model: nn.Module, tokens: Sequence[int], last_portion: int = 0) 
         output = model(
             input_ids=text if past is None else rest, past_key_values=past, logits_to_keep=1
         )
-    scores: Tensor = output.logits[0, -1].float()
-    return scores
+    logits: Tensor = output.logits[0, -1].float()
+    return logits

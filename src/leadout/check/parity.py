@@ -1,4 +1,15 @@
-"""The reference's tensors for a block, by the names under which an engine is compared with it."""
+"""Whether the engine computes the same drafts as the reference, and which tensor differs first.
+
+A few blocks are compared in two ways. The drafts are compared end to end: the engine's with those
+of the reference after its own target. The tensors are compared stage by stage: the target's states
+with those of transformers, and everything after them with a reference drafter that is given the
+engine's target states, so that the rounding of a deep target does not mask the drafter's part.
+
+A difference is the distance between two rows, of one token or slot, relative to the norm of the
+reference's row: the huge values of a few tokens hide nothing in the others. Of the drafter's
+tensors the worst row counts. Of the target's states the mean counts, because a deep target
+magnifies the rounding of single tokens tenfold, while a wrong layer shows in every token.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leadout.check.result import Finding, Gravity, Parity
+from leadout.check.result import Parity
 from leadout.checkpoints import load_drafter
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter, KeyValue
@@ -19,10 +30,26 @@ from leadout.dflash.mask import decode_masks
 from leadout.dflash.target import Target
 from leadout.engine.draft_recorder import RecordedText
 from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
+from leadout.findings import Finding, Severity
 
+Tensors = dict[str, Tensor]  # each with one row per token or slot
 FEATURES, FINAL, LOGITS = "context features", "final hidden states", "logits"
 
-Tensors = dict[str, Tensor]  # each with one row a token or slot
+MAX_DISTANCE = 1e6  # also the distance of NaN
+
+# float32: allows for a deep target's sums in another order, far below the effect of a wrong weight.
+FLOAT32_TOLERANCE = 1e-4
+# Lower precision, the drafter: two ways to compute a tensor are about equally far from the exact
+# one, so more than this multiple of the reference's distance is not rounding.
+DRAFTER_SPREAD = 4.0
+# Lower precision, the target's states: every layer adds a rounding of up to half an eps to the
+# residual and as much in what it computes; independent errors grow with the root of their number.
+# This is twice that sum.
+STATES_SPREAD = 2.0
+# Drafts from equal tensors differ only at ties, which are few.
+MIN_EQUAL_SHARE = 0.75
+# Below this share the drafts are those of another drafter.
+UNFIT_EQUAL_SHARE = 0.5
 
 
 def state_name(layer_id: int) -> str:
@@ -42,7 +69,7 @@ def hidden_name(layer: int) -> str:
 
 
 def names_in_order(config: DrafterConfig) -> list[str]:
-    """Every tensor after those that it is computed from."""
+    """The compared tensors in the order in which they are computed."""
     return [
         *(state_name(layer_id) for layer_id in config.target_layer_ids),
         FEATURES,
@@ -59,16 +86,16 @@ def names_in_order(config: DrafterConfig) -> list[str]:
 class Reference:
     """A drafter that has read the target's states [length, taps * width] of one text."""
 
-    def __init__(self, drafter: Drafter, borrowed: TargetWeights, states: Tensor) -> None:
+    def __init__(self, drafter: Drafter, weights: TargetWeights, states: Tensor) -> None:
         self._drafter = drafter
-        self._borrowed = borrowed
+        self._weights = weights
         self._positions = torch.arange(len(states))[None]
         with torch.no_grad():
             self._features = drafter.context_features(states[None])  # [1, length, H]
             self._context = drafter.context_kv(self._features, self._positions)
 
     def context(self, positions: Tensor) -> Tensors:
-        """What is kept of the tokens at these positions."""
+        """The drafter's context tensors of the tokens at these positions."""
         tensors = {FEATURES: self._features[0, positions]}
         for layer, kept in enumerate(self._context):
             tensors[keys_name(layer)] = kept.keys[0].transpose(0, 1)[positions]
@@ -77,17 +104,17 @@ class Reference:
 
     @torch.no_grad()
     def block(self, anchor: int, token: int, count: int) -> Tensors:
-        """Of the block of `count` drafts after the anchor, a token at this position."""
+        """The tensors of a block of `count` drafts after the anchor `token` at this position."""
         drafter = self._drafter
         positions = torch.arange(anchor, anchor + count + 1)[None]
-        seen = self._positions[:, :anchor]
+        before = self._positions[:, :anchor]
         masks = decode_masks(
-            drafter.config.layers, positions, seen, torch.ones_like(seen, dtype=torch.bool)
+            drafter.config.layers, positions, before, torch.ones_like(before, dtype=torch.bool)
         )
         block = drafter.block_tokens(torch.tensor([token]), count + 1)
-        with _heard(drafter) as hidden:
+        with _layer_outputs(drafter) as hidden:
             final = drafter(
-                drafter.embed(block, self._borrowed.embedding),
+                drafter.embed(block, self._weights.embedding),
                 positions,
                 [KeyValue(*(part[:, :, :anchor] for part in kept)) for kept in self._context],
                 masks,
@@ -99,54 +126,24 @@ class Reference:
         }
 
     def _head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._borrowed.head.to(hidden.dtype))
+        return F.linear(hidden, self._weights.head.to(hidden.dtype))
 
 
 @contextmanager
-def _heard(drafter: Drafter) -> Iterator[list[Tensor]]:
-    """The output of every layer, in order."""
+def _layer_outputs(drafter: Drafter) -> Iterator[list[Tensor]]:
+    """Collects the output of every draft layer, in order."""
     outputs: list[Tensor] = []
 
     def keep(_layer: nn.Module, _inputs: object, output: Tensor) -> None:
         outputs.append(output)
 
-    hear: Callable[..., None] = keep
-    handles = [layer.register_forward_hook(hear) for layer in drafter.layers]
+    hook: Callable[..., None] = keep
+    handles = [layer.register_forward_hook(hook) for layer in drafter.layers]
     try:
         yield outputs
     finally:
         for handle in handles:
             handle.remove()
-
-
-# Whether the engine drafts what the reference drafts, and which tensor parts first if not.
-#
-# Two questions about the same few blocks. The drafts are compared from end to end: the engine's
-# with
-# those of the reference after its own target. The tensors are compared stage by stage: the target's
-# states with those of transformers, and everything after them with a reference drafter that is fed
-# the engine's target states, so that the roundings of a deep target do not blur what the drafter
-# makes of them.
-#
-# A difference is the distance of two rows, of one token or slot, relative to the length of the
-# reference's row: the huge values that a few tokens carry hide nothing in the others. Of the
-# drafter's tensors the worst row counts. Of the target's states the mean does, as a deep target
-# magnifies the rounding of single tokens tenfold, while a wrong layer shows in every token.
-
-FARTHEST = 1e6  # also what NaN counts as
-
-# Float32: room for a deep target's sums in another order, far below what a wrong weight does.
-FLOAT32 = 1e-4
-# Narrower types, the drafter: two ways to compute the same are about as far from the exact tensor,
-# so this multiple of the reference's distance is no rounding.
-SPREAD = 4.0
-# Narrower types, the target's states: every layer adds a rounding of up to half an eps to the
-# residual and as much by what it computes, and independent ones grow with the root of their number.
-# This is twice that sum.
-STATES_SPREAD = 2.0
-# Drafts from like tensors differ only by ties, which are few; from unlike ones, below a half is
-# hardly a drafter any more.
-LEAST_EQUAL, HARDLY_EQUAL = 0.75, 0.5
 
 
 def compare(
@@ -156,28 +153,31 @@ def compare(
     recorded: Sequence[RecordedText],
     precision: torch.dtype,
 ) -> Parity:
-    """`model` is the target in transformers; engine and model ran in this precision."""
-    rounded = _Pair(target, drafter, precision)
-    exact = _Pair(target, drafter, torch.float32)
+    """Compare what the engine recorded with the reference.
+
+    `model` is the target in transformers; engine and model run in this precision.
+    """
+    rounded = _ReferencePair(target, drafter, precision)
+    exact = _ReferencePair(target, drafter, torch.float32)
     config = exact.drafter.config
     observed = Target(model, config.target_layer_ids)
     differences, noise = _Largest(), _Largest()
     blocks = drafts = equal = 0
     for text in recorded:
         own_states = observed.states(text.tokens[None])[0]  # [length, taps * width]
-        given = text.context.positions
+        recorded_at = text.context.positions
         of_engine = _by_tap(text.context.states, observed)
-        for name, part in _by_tap(own_states[given], observed).items():
-            differences.note(name, float(distances(of_engine[name], part).mean()))
+        for name, part in _by_tap(own_states[recorded_at], observed).items():
+            differences.add(name, float(distances(of_engine[name], part).mean()))
         states = own_states.clone()
-        states[given] = text.context.states
-        wanted = list(exact.tensors(text, states))
-        noise.compare(rounded.tensors(text, states), wanted)
-        differences.compare(_of_engine(text, exact.drafter), wanted)
-        for block, guesses in zip(text.blocks, rounded.drafts(text, own_states), strict=True):
+        states[recorded_at] = text.context.states
+        expected = list(exact.tensors(text, states))
+        noise.compare(rounded.tensors(text, states), expected)
+        differences.compare(_of_engine(text, exact.drafter), expected)
+        for block, own_drafts in zip(text.blocks, rounded.drafts(text, own_states), strict=True):
             blocks += 1
             drafts += len(block.drafts)
-            equal += int((guesses == block.drafts).sum())
+            equal += int((own_drafts == block.drafts).sum())
     found = {name: differences.found[name] for name in names_in_order(config)}
     allowed = {
         **{state_name(layer): allowed_in_states(layer, precision) for layer in observed.layer_ids},
@@ -195,35 +195,35 @@ def compare(
 
 def allowed_in_states(layer_id: int, precision: torch.dtype) -> float:
     if precision == torch.float32:
-        return FLOAT32
+        return FLOAT32_TOLERANCE
     return STATES_SPREAD * torch.finfo(precision).eps * math.sqrt(layer_id + 1)
 
 
 def allowed_in_drafter(noise: float, precision: torch.dtype) -> float:
     """`noise` is how far the reference itself is from the exact tensor in this precision."""
     if precision == torch.float32:
-        return FLOAT32
-    return max(SPREAD * noise, torch.finfo(precision).eps)
+        return FLOAT32_TOLERANCE
+    return max(DRAFTER_SPREAD * noise, torch.finfo(precision).eps)
 
 
 def finding_of(parity: Parity) -> Finding | None:
     share = parity.equal_drafts / max(parity.drafts, 1)
     name = parity.first_difference
-    if name is None and share >= LEAST_EQUAL:
+    if name is None and share >= MIN_EQUAL_SHARE:
         return None
     if name is None:
-        cause = "all tensors are alike, but the tokens taken from the logits are not"
+        cause = "all tensors agree, but the tokens chosen from the logits differ"
     else:
         cause = (
             f"the first tensor that differs is {name}: by {parity.differences[name]:.2g} of its "
-            f"size, where rounding explains {parity.allowed[name]:.2g}"
+            f"norm, where rounding explains {parity.allowed[name]:.2g}"
         )
     return Finding(
         name="engine-parity",
-        gravity=Gravity.UNFIT if share < HARDLY_EQUAL else Gravity.DOUBTFUL,
+        severity=Severity.ERROR if share < UNFIT_EQUAL_SHARE else Severity.WARNING,
         message=(
-            f"vLLM drafts otherwise than the reference: {parity.equal_drafts} of {parity.drafts} "
-            f"drafts are equal, and {cause}"
+            f"vLLM computes other drafts than the reference: {parity.equal_drafts} of "
+            f"{parity.drafts} drafts are equal, and {cause}"
         ),
         evidence={
             "equal_drafts": parity.equal_drafts,
@@ -231,23 +231,23 @@ def finding_of(parity: Parity) -> Finding | None:
             "first_difference": name or "drafts",
         },
         remedy=(
-            "Serve with Leadout's drafter class (LEADOUT_PLUGIN not 0) on a supported vLLM; if "
-            "it is so already, report this result: the engine computes another drafter than was "
-            "trained."
+            "Serve with Leadout's drafter class (LEADOUT_PLUGIN not 0) on a supported vLLM. If "
+            "you already do, report this result: the engine does not compute the drafter that "
+            "was trained."
         ),
     )
 
 
-class _Pair:
-    """The reference drafter in one precision, with what it borrows."""
+class _ReferencePair:
+    """The reference drafter and the target's weights in one precision."""
 
     def __init__(self, target: Path, drafter: Path, precision: torch.dtype) -> None:
         self.drafter = load_drafter(drafter, precision)
-        self._borrowed = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
+        self._weights = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
 
     def tensors(self, text: RecordedText, states: Tensor) -> Iterator[Tensors]:
-        """Of the context, then of each block, by the names of the reference."""
-        reference = Reference(self.drafter, self._borrowed, states)
+        """The tensors of the context, then those of each block."""
+        reference = Reference(self.drafter, self._weights, states)
         yield reference.context(text.context.positions)
         for block in text.blocks:
             anchor = int(block.anchor)
@@ -260,6 +260,7 @@ class _Pair:
 
 
 def _of_engine(text: RecordedText, drafter: Drafter) -> Iterator[Tensors]:
+    """What the engine recorded, under the same names and in the same order."""
     context = text.context
     tensors = {FEATURES: context.features}
     for layer, (keys, values) in enumerate(zip(context.keys, context.values, strict=True)):
@@ -285,18 +286,18 @@ class _Largest:
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
 
-    def compare(self, parts: Iterable[Tensors], wanted: Iterable[Tensors]) -> None:
-        for tensors, references in zip(parts, wanted, strict=True):
+    def compare(self, parts: Iterable[Tensors], expected: Iterable[Tensors]) -> None:
+        for tensors, references in zip(parts, expected, strict=True):
             for name, reference in references.items():
-                self.note(name, float(distances(tensors[name], reference).max()))
+                self.add(name, float(distances(tensors[name], reference).max()))
 
-    def note(self, name: str, difference: float) -> None:
+    def add(self, name: str, difference: float) -> None:
         self.found[name] = max(difference, self.found.get(name, 0.0))
 
 
 def distances(tensor: Tensor, reference: Tensor) -> Tensor:
-    """Of tensors [rows, ...], how far each row is from the reference's, relative to it, [rows]."""
+    """Distances [rows] between the rows of two tensors [rows, ...], relative to the reference's."""
     rows = reference.float().flatten(1)
     distance = (tensor.float().flatten(1) - rows).norm(dim=1)
     relative: Tensor = distance / rows.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return relative.nan_to_num(nan=FARTHEST).clamp(max=FARTHEST)
+    return relative.nan_to_num(nan=MAX_DISTANCE).clamp(max=MAX_DISTANCE)

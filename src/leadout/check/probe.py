@@ -1,4 +1,4 @@
-"""One pass of the target over some texts, and any drafter's acceptance along them."""
+"""Acceptance of any drafter along fixed texts, and trials of variants of one drafter on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from leadout.check.hypotheses import Variant
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
-from leadout.dflash.target import Observation, Target
 from leadout.evaluate.acceptance import (
     Gain,
     TextAcceptance,
@@ -21,10 +20,17 @@ from leadout.evaluate.acceptance import (
     paired_gain,
 )
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
-from leadout.evaluate.hidden_states import ComputedStates, Indexed
-from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
+from leadout.evaluate.compare import SharedStates
+from leadout.evaluate.hidden_states import Indexed
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 
 Report = Callable[[], None]
+
+SCREEN_EVERY = 3  # every third text is used to screen all variants
+FINALISTS = 6  # variants that are tried on all texts
+# Acceptance at neighbouring positions is correlated: every second position carries about as much
+# information as all of them.
+POSITION_STRIDE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Text:
 
 
 class Probe:
-    """Texts with the target's states at every layer that a hypothesis may ask for.
+    """Texts with the target's states at every layer that a drafter may tap.
 
     `model` is the target in transformers, in this precision.
     """
@@ -52,26 +58,23 @@ class Probe:
         report: Report = lambda: None,
     ) -> None:
         self._texts = texts
-        self._layer_ids = sorted(set(layer_ids))
-        self.borrowed: TargetWeights = load_target_weights(
-            TargetFiles(target), precision, torch.device("cpu")
-        )
-        source = ComputedStates(lambda: Target(model, self._layer_ids))
-        self._sequences: list[Indexed] = []
-        self._observed: list[Observation] = []
+        self._weights = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
+        self.states = SharedStates(model, layer_ids, keep_all=True)
+        self.sequences: list[Indexed] = []
         for number, text in enumerate(texts):
             tokens = torch.tensor([*text.prompt, *text.answer])
             sequence = TrainingSequence(str(number), text.prompt_set, tokens, len(text.prompt))
-            self._sequences.append((number, sequence))
-            self._observed.append(source.observe([(number, sequence)]))
+            self.sequences.append((number, sequence))
+            self.states.observe((number, sequence))
             report()
 
     @property
     def longest(self) -> int:
-        return max(len(sequence) for _, sequence in self._sequences)
+        """Length of the longest text in tokens."""
+        return max(len(sequence) for _, sequence in self.sequences)
 
     def acceptance(self, drafter: Drafter) -> list[TextAcceptance]:
-        """What the drafter accepts along every text."""
+        """The drafter's acceptance along every text."""
         found = self.counts(drafter)
         return [
             TextAcceptance(text.prompt_set, len(text.prompt), counts, along_decoding(counts))
@@ -83,58 +86,29 @@ class Probe:
         drafter: Drafter,
         *,
         normed_last_tap: bool = False,
-        every_text: int = 1,
-        every_position: int = 1,
+        text_stride: int = 1,
+        position_stride: int = 1,
     ) -> list[Tensor]:
-        """Accepted drafts by position of each text; of every text and position, or of fewer."""
+        """Accepted drafts [positions] of each text; a stride skips texts or positions."""
+        taps = drafter.config.target_layer_ids
         found = accepted_drafts(
-            BlockForward(drafter, self.borrowed.embedding),
-            self.borrowed,
-            _ChosenTaps(self, drafter.config.target_layer_ids, normed_last_tap),
-            self._sequences[::every_text],
+            BlockForward(drafter, self._weights.embedding),
+            self._weights,
+            self.states.tapped_at(taps, normed_last_tap=normed_last_tap),
+            self.sequences[::text_stride],
             drafter.config.block_size,
-            every_position,
+            position_stride,
         )
         return [each.counts for each in found]
-
-    def states_of(
-        self, number: int, layer_ids: Sequence[int], normed_last_tap: bool
-    ) -> Observation:
-        states, final = self._observed[number]
-        width = final.shape[-1]
-        parts = dict(zip(self._layer_ids, torch.split(states, width, dim=-1), strict=True))
-        chosen = [parts[layer] for layer in layer_ids]
-        if normed_last_tap:
-            chosen[-1] = final
-        return Observation(torch.cat(chosen, dim=-1), final)
-
-
-class _ChosenTaps:
-    """The probe's states as one drafter taps them."""
-
-    def __init__(self, probe: Probe, layer_ids: Sequence[int], normed_last_tap: bool) -> None:
-        self._probe = probe
-        self._layer_ids = layer_ids
-        self._normed_last_tap = normed_last_tap
-
-    def observe(self, sequences: Sequence[Indexed]) -> Observation:
-        ((number, _),) = sequences
-        return self._probe.states_of(number, self._layer_ids, self._normed_last_tap)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a variant would gain, and on how many texts that was measured."""
+    """The gain of a variant over the drafter as it is."""
 
     variant: Variant
     gain: Gain
-    texts: int
-
-
-SCREEN_EVERY = 3  # of the texts, on which every variant is tried
-FINALISTS = 6  # the variants that are tried on all texts
-# Neighbouring positions share most of their drafts' fate: every second one tells as much.
-EVERY_POSITION = 2
+    texts: int  # that it was measured on
 
 
 def try_variants(
@@ -144,21 +118,20 @@ def try_variants(
     variants: Sequence[Variant],
     report: Report = lambda: None,
 ) -> list[Trial]:
-    """Every variant on the same positions as the drafter as it is: finalists, the best first.
+    """Try every variant on the same positions as the drafter as it is; the best comes first.
 
-    All are tried on some of the texts, the most promising again on all of them.
+    All variants are screened on some of the texts, and the best of them are tried on all texts.
     """
 
-    def trial(variant: Variant, every: int) -> Trial:
+    def trial(variant: Variant, stride: int) -> Trial:
         changed = dict(weights) if variant.weights is None else variant.weights(weights)
-        drafter = drafter_of(variant.config, changed)
         after = probe.counts(
-            drafter,
+            drafter_of(variant.config, changed),
             normed_last_tap=variant.normed_last_tap,
-            every_text=every,
-            every_position=EVERY_POSITION,
+            text_stride=stride,
+            position_stride=POSITION_STRIDE,
         )
-        now = [each.at_positions[::EVERY_POSITION] for each in before[::every]]
+        now = [each.at_positions[::POSITION_STRIDE] for each in before[::stride]]
         gain = paired_gain(now, after)
         report()
         return Trial(variant, gain, len(after))
@@ -169,7 +142,7 @@ def try_variants(
 
 
 def _best_first(trials: Iterable[Trial]) -> list[Trial]:
-    """By the share gained: what the texts of a screening accept is not what all do."""
+    """By relative gain, which is comparable between different selections of texts."""
     return sorted(trials, key=lambda trial: -trial.gain.relative)
 
 

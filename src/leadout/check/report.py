@@ -1,7 +1,8 @@
-"""The same words for terminal and page: the verdict in one sentence, and rows of numbers."""
+"""The result of a check for people: text and tables in the terminal, and an HTML page."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,49 +13,72 @@ from rich.text import Text
 
 from leadout.check.result import (
     CheckResult,
-    Gravity,
     Lossless,
     Parity,
     ServedAcceptance,
     Tried,
     Verdict,
-    by_weight,
 )
-from leadout.checkpoints.errors import printable
+from leadout.console import safe
 from leadout.evaluate.acceptance import AcceptanceTable
 from leadout.files import write_text
+from leadout.findings import Finding, Severity, worst_first
 from leadout.models import last_part
 from leadout.report import charts, html
 from leadout.stats import Interval
 
-MOST_TRIED = 8
-_OPENINGS = {Verdict.UNFIT: "Do not deploy this pair", Verdict.DOUBTFUL: "Look into this first"}
+MAX_TRIED = 8
+_OPENINGS = {Verdict.UNFIT: "Do not deploy this pair", Verdict.UNDECIDED: "Look into this first"}
+_VERDICT_STYLES = {
+    Verdict.FIT: "bold green",
+    Verdict.UNDECIDED: "bold yellow",
+    Verdict.UNFIT: "bold red",
+}
+_SEVERITY_STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
 def sentence(result: CheckResult) -> str:
     """The verdict as one sentence that a person can act on."""
-    pair = f"{last_part(result.drafter)} for {last_part(result.target)}"
+    drafter, target = last_part(result.drafter), last_part(result.target)
     if result.verdict is not Verdict.FIT:
-        first = by_weight(result.findings)[0]
-        others = sum(each.gravity is not Gravity.NOTE for each in result.findings) - 1
+        first = worst_first(result.findings)[0]
+        others = len(_problems(result)) - 1
         more = "" if others < 1 else f" ({others} more {'finding' if others == 1 else 'findings'})"
         return f"{_OPENINGS[result.verdict]}: {first.name}: {first.message}. {first.remedy}{more}"
     if result.offline is None:
         return (
-            f"Nothing in the files speaks against {pair}; whether its drafts are accepted was not "
-            "measured."
+            f"The files of {drafter} and {target} fit together; whether drafts are accepted was "
+            "not measured."
         )
     length = result.offline.overall.length
-    served = "".join(f", {each.length:.2f} {name_of(each)}" for each in result.served)
+    served = "".join(f", {each.length:.2f} {served_label(each)}" for each in result.served)
     return (
-        f"Deploy {pair}: {length.value:.2f} tokens for each step of the target "
-        f"({length.low:.2f} to {length.high:.2f}){served}."
+        f"{drafter} fits {target}: {length.value:.2f} tokens per step of the target (95% interval "
+        f"{range_text(length)}){served}. Whether this makes serving faster depends on the machine; "
+        "`leadout tune` measures it."
     )
+
+
+def next_step(result: CheckResult) -> str:
+    """The command to run after this check, or what to do before it is repeated."""
+    pair = f"{result.target} {result.drafter}"
+    named = {finding.name: finding for finding in result.findings}
+    if result.verdict is Verdict.FIT:
+        return f"leadout check {pair}" if result.offline is None else f"leadout tune {pair}"
+    if "fixed" in named:
+        return named["fixed"].remedy
+    if any("edit" in finding.evidence for finding in _problems(result)):
+        return f"leadout check {pair} --fix FOLDER writes the repaired drafter"
+    return "follow the remedy, then repeat the check"
+
+
+def _problems(result: CheckResult) -> list[Finding]:
+    return [each for each in result.findings if each.severity is not Severity.NOTE]
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRow:
-    """Acceptance length of some of the texts, by the reference and as served."""
+    """Acceptance length of some of the texts, offline and served."""
 
     kind: str  # "all", "prompts" or "prompt length"
     name: str
@@ -78,78 +102,85 @@ def acceptance_rows(result: CheckResult) -> list[AcceptanceRow]:
     return rows
 
 
-def name_of(served: ServedAcceptance) -> str:
+def served_label(served: ServedAcceptance) -> str:
     if served.temperature == 0:
         return "served greedy"
     return f"served at temperature {served.temperature:g}"
 
 
 def best_tried(result: CheckResult) -> list[Tried]:
-    return sorted(result.tried, key=lambda each: -each.after)[:MOST_TRIED]
+    return sorted(result.tried, key=lambda each: -each.after)[:MAX_TRIED]
 
 
-def parity_words(parity: Parity) -> str:
+def describe_parity(parity: Parity) -> str:
     same = f"{parity.equal_drafts} of {parity.drafts} drafts in {parity.blocks} blocks are equal"
     if parity.first_difference is None:
-        return f"{same}: the engine drafts as the reference does"
-    return f"{same}: engine and reference part first at {parity.first_difference}"
+        return f"{same}: the engine computes the drafts of the reference"
+    return f"{same}: engine and reference differ first in {parity.first_difference}"
 
 
-def lossless_words(lossless: Lossless) -> str:
+def describe_lossless(lossless: Lossless) -> str:
     same = f"{lossless.equal_texts} of {lossless.texts} texts are equal with and without drafts"
     if not lossless.divergences:
         return same
     worst = max(each.logit_gap for each in lossless.divergences)
     return (
-        f"{same}; where they part, the target's two best tokens are at most {worst:.2g} apart "
-        f"(allowed: {lossless.largest_allowed_gap:.2g})"
+        f"{same}; where they differ, the target's logits for the two tokens are at most "
+        f"{worst:.2g} apart (allowed: {lossless.largest_allowed_gap:.2g})"
     )
 
 
-def spread(interval: Interval) -> str:
+def range_text(interval: Interval) -> str:
     return f"{interval.low:.2f} to {interval.high:.2f}"
 
 
-# What a person sees of a check in the terminal: a bar while it runs, then verdict and tables.
+def print_result(
+    result: CheckResult,
+    console: Console | None = None,
+    *,
+    written: Sequence[Path] = (),
+    verbose: bool = False,
+) -> None:
+    """The verdict, findings, acceptance, the files that were written, and the next step.
 
-_STYLES = {Verdict.FIT: "bold green", Verdict.DOUBTFUL: "bold yellow", Verdict.UNFIT: "bold red"}
-_GRAVITY = {Gravity.UNFIT: "red", Gravity.DOUBTFUL: "yellow", Gravity.NOTE: "dim"}
-
-
-def print_result(result: CheckResult, console: Console | None = None) -> None:
+    The changes that were tried on the drafter are shown if something is wrong, or if `verbose`.
+    """
     console = console or Console()
-    verdict = Text(result.verdict.value.upper(), style=_STYLES[result.verdict])
-    console.print(Text.assemble(verdict, "  ", _clean(sentence(result))))
+    verdict = Text(result.verdict.value.upper(), style=_VERDICT_STYLES[result.verdict])
+    console.print(Text.assemble(verdict, "  ", safe(sentence(result))))
     if result.findings:
         console.print(_findings_table(result))
     if result.offline is not None:
         console.print(_acceptance_table(result))
     if result.parity is not None:
-        console.print(_clean(f"Parity: {parity_words(result.parity)}."))
+        console.print(safe(f"Parity: {describe_parity(result.parity)}."))
     if result.lossless is not None:
-        console.print(_clean(f"Losslessness: {lossless_words(result.lossless)}."))
-    if result.tried:
+        console.print(safe(f"Losslessness: {describe_lossless(result.lossless)}."))
+    if result.tried and (verbose or result.verdict is not Verdict.FIT):
         console.print(_tried_table(result))
+    for path in written:
+        console.print(safe(f"wrote {path}"), soft_wrap=True)
+    console.print(safe(f"Next: {next_step(result)}"), soft_wrap=True)
 
 
 def _findings_table(result: CheckResult) -> Table:
-    table = Table("gravity", "finding", "what", "remedy", box=box.SIMPLE_HEAD, show_lines=True)
+    table = Table("severity", "finding", "what", "remedy", box=box.SIMPLE_HEAD, show_lines=True)
     table.columns[1].overflow = "fold"
-    for finding in by_weight(result.findings):
-        gravity = Text(finding.gravity.value, style=_GRAVITY[finding.gravity])
+    for finding in worst_first(result.findings):
+        severity = Text(finding.severity.value, style=_SEVERITY_STYLES[finding.severity])
         texts = (finding.name, finding.message, finding.remedy)
-        table.add_row(gravity, *(_clean(text) for text in texts))
+        table.add_row(severity, *(safe(text) for text in texts))
     return table
 
 
 def _acceptance_table(result: CheckResult) -> Table:
     table = Table(
-        title="Acceptance length: tokens for each step of the target",
+        title="Acceptance length: tokens per step of the target",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("texts")
-    columns = ("count", "offline", "95% interval", *(name_of(each) for each in result.served))
+    columns = ("count", "offline", "95% interval", *(served_label(each) for each in result.served))
     for heading in columns:
         table.add_column(heading, justify="right")
     kind = "all"
@@ -160,10 +191,10 @@ def _acceptance_table(result: CheckResult) -> Table:
         length = row.offline.length
         served = ("" if value is None else f"{value:.2f}" for value in row.served)
         table.add_row(
-            _clean(row.label),
+            safe(row.label),
             str(row.offline.texts),
             f"{length.value:.2f}",
-            spread(length),
+            range_text(length),
             *served,
         )
     return table
@@ -182,19 +213,14 @@ def _tried_table(result: CheckResult) -> Table:
         table.add_column(heading, justify="right")
     for tried in best:
         table.add_row(
-            _clean(tried.cause),
-            _clean(tried.edit),
+            safe(tried.cause),
+            safe(tried.edit),
             f"{tried.before:.2f}",
             f"{tried.after:.2f}",
             f"{tried.difference.value:+.2f}",
-            spread(tried.difference),
+            range_text(tried.difference),
         )
     return table
-
-
-def _clean(text: str) -> Text:
-    """Text that may come from a file: no markup, no control characters."""
-    return Text(printable(text))
 
 
 # The HTML page.
@@ -203,9 +229,11 @@ _OFFLINE = "offline"
 _MAX_DIVERGENCES = 20
 _TONES: dict[str, html.Tone] = {
     Verdict.FIT: "good",
-    Verdict.DOUBTFUL: "warning",
+    Verdict.UNDECIDED: "warning",
     Verdict.UNFIT: "bad",
-    Gravity.NOTE: "note",
+    Severity.ERROR: "bad",
+    Severity.WARNING: "warning",
+    Severity.NOTE: "note",
 }
 
 
@@ -249,9 +277,11 @@ def _cards(result: CheckResult) -> list[html.Card]:
     cards = []
     if result.offline is not None:
         length = result.offline.overall.length
-        cards.append(html.Card("tokens per step, offline", f"{length.value:.2f}", spread(length)))
+        cards.append(
+            html.Card("tokens per step, offline", f"{length.value:.2f}", range_text(length))
+        )
     for served in result.served:
-        name, steps = f"tokens per step, {name_of(served)}", f"{served.steps:,} steps"
+        name, steps = f"tokens per step, {served_label(served)}", f"{served.steps:,} steps"
         cards.append(html.Card(name, f"{served.length:.2f}", steps))
     if result.parity is not None and result.parity.drafts:
         share = result.parity.equal_drafts / result.parity.drafts
@@ -264,14 +294,14 @@ def _cards(result: CheckResult) -> list[html.Card]:
 
 
 def _findings(result: CheckResult) -> html.Section:
-    found = by_weight(result.findings)
+    found = worst_first(result.findings)
     if not found:
         return html.Section("Findings", [html.Text("None.")])
     table = html.Table(
         ["severity", "finding", "what was found", "remedy"],
-        [[each.gravity.value, each.name, each.message, each.remedy] for each in found],
+        [[each.severity.value, each.name, each.message, each.remedy] for each in found],
         text_columns=4,
-        tones=[_TONES[each.gravity] for each in found],
+        tones=[_TONES[each.severity] for each in found],
     )
     return html.Section("Findings", [table])
 
@@ -313,7 +343,7 @@ def _by_set(result: CheckResult) -> list[charts.Series]:
     for place, served in enumerate(result.served):
         found = [(row.name, row.served[place]) for row in rows]
         points = [charts.Point(name, value) for name, value in found if value is not None]
-        series.append(charts.Series(name_of(served), points))
+        series.append(charts.Series(served_label(served), points))
     return series
 
 
@@ -327,19 +357,19 @@ def _by_position(result: CheckResult) -> list[charts.Series]:
             charts.Point(str(position), share)
             for position, share in enumerate(served.by_position, start=1)
         ]
-        series.append(charts.Series(name_of(served), points))
+        series.append(charts.Series(served_label(served), points))
     return series
 
 
 def _all_lengths(result: CheckResult) -> html.Folded:
-    names = [name_of(each) for each in result.served]
+    names = [served_label(each) for each in result.served]
     rows = [
         [
             row.label,
             f"{row.offline.texts:,}",
             f"{row.offline.steps:,}",
             f"{row.offline.length.value:.3f}",
-            spread(row.offline.length),
+            range_text(row.offline.length),
             *("" if value is None else f"{value:.3f}" for value in row.served),
         ]
         for row in acceptance_rows(result)
@@ -352,7 +382,7 @@ def _parity(result: CheckResult) -> html.Section | None:
     parity = result.parity
     if parity is None:
         return None
-    blocks: list[html.Block] = [html.Text(f"{parity_words(parity)}.")]
+    blocks: list[html.Block] = [html.Text(f"{describe_parity(parity)}.")]
     rows = [
         [name, f"{value:.2e}", f"{parity.allowed[name]:.2e}" if name in parity.allowed else ""]
         for name, value in parity.differences.items()
@@ -368,7 +398,7 @@ def _lossless(result: CheckResult) -> html.Section | None:
     lossless = result.lossless
     if lossless is None:
         return None
-    blocks: list[html.Block] = [html.Text(f"{lossless_words(lossless)}.")]
+    blocks: list[html.Block] = [html.Text(f"{describe_lossless(lossless)}.")]
     worst = sorted(lossless.divergences, key=lambda each: -each.logit_gap)[:_MAX_DIVERGENCES]
     if worst:
         rows = [[each.prompt_set, f"{each.position}", f"{each.logit_gap:.3g}"] for each in worst]
@@ -394,7 +424,7 @@ def _tried(result: CheckResult) -> html.Section | None:
             f"{each.before:.3f}",
             f"{each.after:.3f}",
             f"{each.difference.value:+.3f}",
-            spread(each.difference),
+            range_text(each.difference),
         ]
         for each in best
     ]

@@ -1,4 +1,7 @@
-"""All that a check asks of vLLM, in two starts: once with the drafter, once without."""
+"""`leadout check` as a function: files first, then the engine and the reference on one prompt set.
+
+vLLM is started twice, each time in a process of its own: with the drafter and without it.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +16,262 @@ from tempfile import TemporaryDirectory
 import torch
 
 from leadout.check import lossless, parity
-from leadout.check.baseline import compared, read_baseline
+from leadout.check.baseline import baseline_findings, read_baseline, require_same_pair
 from leadout.check.diagnosis import (
-    Examination,
-    examine,
-    make_probe,
+    Diagnosis,
+    diagnose,
+    layers_needed,
     mode_findings,
     other_modes,
-    write_fixed,
+    write_repaired,
 )
-from leadout.check.probe import Text
+from leadout.check.probe import Probe, Text
+from leadout.check.report import write_page
 from leadout.check.result import (
     CheckError,
-    CheckRequest,
     CheckResult,
-    Finding,
-    Gravity,
     OfflineAcceptance,
-    Progress,
     ServedAcceptance,
-    acceptance_of,
-    by_weight,
     verdict_of,
 )
+from leadout.check.settings import CheckSettings
 from leadout.check.static import served_dtype, static_findings
-from leadout.check.target_files import read_token_files
-from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.check.tokenizer import read_token_files
+from leadout.checkpoints import read_checkpoint
+from leadout.checkpoints.store import refuse_existing
+from leadout.console import Progress
 from leadout.data.chat import Chat
-from leadout.engine.child_process import Report
 from leadout.engine.draft_recorder import RecordedText, read_texts
 from leadout.engine.offline import Recording, SessionRequest, SetRun, run_session
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts
+from leadout.files import FileError, require_writable, write_text
+from leadout.findings import Finding, Severity, worst_first
 from leadout.models import local_folder
-from leadout.pairing import TargetFacts, read_target
+from leadout.pairing import read_target
 from leadout.version import installed_versions
 
 Prompts = Mapping[str, Sequence[Sequence[int]]]  # token ids by set
 Answers = dict[str, list[list[int]]]  # to every prompt of every set
 
 GREEDY, SAMPLED = 0.0, 1.0
-# A drafter that is computed wrongly is so in every block; a few show it.
+MAX_TOKENS = 96  # of an answer
+MAX_PROMPT = 1200
+MAX_MASK_CANDIDATES = 12
+MAX_SERVED_DIFFERENCE = 0.05  # between offline and served acceptance length
+# A drafter that is computed wrongly is wrong in every block; a few blocks show it.
 RECORDED_PROMPTS, RECORDED_BLOCKS = 4, 3
+
+
+def check(settings: CheckSettings, progress: Progress | None = None) -> CheckResult:
+    """Check a pair, and write the report, the result and the repair that the settings ask for."""
+    _require_outputs(settings)
+    baseline = None
+    if settings.baseline is not None:
+        baseline = read_baseline(settings.baseline)
+        require_same_pair(baseline, settings.target, settings.drafter)
+    began = time.monotonic()
+    result = assess(settings, progress or Progress.silent())
+    findings = result.findings
+    if baseline is not None:
+        findings = [*findings, *baseline_findings(result, baseline)]
+    result = result.model_copy(
+        update={
+            "findings": worst_first(findings),
+            "verdict": verdict_of(findings),
+            "seconds": time.monotonic() - began,
+        }
+    )
+    if settings.save is not None:
+        settings.save.parent.mkdir(parents=True, exist_ok=True)
+        write_text(settings.save, result.model_dump_json(indent=2) + "\n")
+    if settings.report is not None:
+        settings.report.parent.mkdir(parents=True, exist_ok=True)
+        write_page(result, settings.report)
+    return result
+
+
+def _require_outputs(settings: CheckSettings) -> None:
+    """Find outputs that cannot be written before the check runs for minutes."""
+    for flag, path in (("--report", settings.report), ("--save", settings.save)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise FileError(f"{flag} {path} is a folder, expected the name of a file.")
+        require_writable(flag, path)
+    if settings.fix is not None:
+        refuse_existing(settings.fix)
+        require_writable("--fix", settings.fix)
+
+
+def assess(settings: CheckSettings, progress: Progress) -> CheckResult:
+    """The findings of files and, unless they rule the pair out, of measurements."""
+    pair = Pair(local_folder(settings.target), local_folder(settings.drafter), settings)
+    findings = static_findings(
+        pair.target,
+        pair.drafter,
+        target_name=settings.target,
+        draft_tokens=settings.draft_tokens,
+        dtype=settings.dtype,
+        thinking=settings.thinking,
+    )
+    result = CheckResult(
+        target=settings.target,
+        drafter=settings.drafter,
+        static_only=settings.static,
+        verdict=verdict_of(findings),
+        findings=findings,
+        versions=installed_versions(),
+        date=datetime.now(UTC).date().isoformat(),
+    )
+    # With an error in the files the engine would not start.
+    if settings.static or any(each.severity is Severity.ERROR for each in findings):
+        return result
+    return _measured(result, pair, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The pair under check, as local folders."""
+
+    target: Path
+    drafter: Path
+    settings: CheckSettings
+
+
+def _measured(result: CheckResult, pair: Pair, progress: Progress) -> CheckResult:
+    settings = pair.settings
+    checkpoint = read_checkpoint(pair.drafter)
+    facts = read_target(pair.target, settings.target)
+    draft_tokens = settings.draft_tokens or checkpoint.config.max_draft_tokens
+    max_positions = min(facts.max_positions or MAX_PROMPT, checkpoint.config.max_positions)
+    max_prompt = min(max_positions - MAX_TOKENS - draft_tokens, MAX_PROMPT)
+    chat = Chat(pair.target, settings.thinking)
+    prompts = check_prompts(settings.prompts, chat, max_prompt, settings.texts)
+    if not any(prompts.values()):
+        raise CheckError(
+            f"--prompts: every prompt is longer than {max_prompt} tokens, the most that this check "
+            "can use. Give shorter prompts."
+        )
+    modes = other_modes(settings.prompts, pair.target, chat, max_prompt)
+    longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
+    precision: torch.dtype = getattr(torch, served_dtype(pair.target, settings.dtype))
+    advance = progress.stage("vLLM with and without the drafter", 3 + 3 * len(prompts) + len(modes))
+    runs = run_engines(
+        pair.target,
+        pair.drafter,
+        prompts,
+        max_tokens=MAX_TOKENS,
+        draft_tokens=draft_tokens,
+        max_length=longest_prompt + MAX_TOKENS + draft_tokens,
+        dtype=precision,
+        bare_only=modes,
+        report=lambda _: advance(),
+    )
+    model = load_model(pair.target, precision)
+    advance = progress.stage("engine against reference", 2)
+    same_drafts = parity.compare(pair.target, pair.drafter, model, runs.recorded, precision)
+    advance()
+    same_texts = lossless.compare_answers(
+        model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
+    )
+    advance()
+    answered = _texts(prompts, runs.bare)
+    texts = [t for part in answered.values() for t in part if len(t.answer) > draft_tokens]
+    probe = Probe(
+        pair.target,
+        model,
+        texts,
+        layers_needed(checkpoint.config, facts.num_layers),
+        precision,
+        progress.stage("hidden states of the target", len(texts)),
+    )
+    masks = mask_candidates(pair.target, facts.vocab_size)
+    diagnosis = diagnose(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
+    proofs = (lossless.finding_of(same_texts), parity.finding_of(same_drafts))
+    findings = [
+        *result.findings,
+        *(finding for finding in proofs if finding is not None),
+        *diagnosis.findings,
+        *mode_findings(
+            pair.target,
+            model,
+            checkpoint,
+            draft_tokens,
+            _texts(modes, runs.bare),
+            diagnosis.offline,
+            precision,
+        ),
+        *served_findings(diagnosis.offline, runs.served[0]),
+    ]
+    if settings.fix is not None:
+        findings.append(_repaired(pair, diagnosis, settings.fix, facts.num_layers))
+    return result.model_copy(
+        update={
+            "findings": findings,
+            "draft_tokens": draft_tokens,
+            "offline": diagnosis.offline,
+            "served": runs.served,
+            "parity": same_drafts,
+            "lossless": same_texts,
+            "tried": diagnosis.tried,
+        }
+    )
+
+
+def _texts(prompts: Prompts, answers: Answers) -> dict[str, list[Text]]:
+    return {
+        name: [Text(name, *pair) for pair in zip(part, answers[name], strict=True)]
+        for name, part in prompts.items()
+    }
+
+
+def mask_candidates(target: Path, vocab_size: int) -> list[int]:
+    """Tokens that may have been the mask in training: special ones and the first free row."""
+    files = read_token_files(target, [])
+    if files is None:
+        return []
+    special = sorted({*files.special, *files.roles})
+    free = [number for number in (max(files.tokens, default=-1) + 1,) if number < vocab_size]
+    return [*free, *special][:MAX_MASK_CANDIDATES]
+
+
+def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> list[Finding]:
+    """Offline and served acceptance length have one definition, so they must nearly agree."""
+    expected = offline.overall.length.value
+    difference = served.length / expected - 1
+    if abs(difference) <= MAX_SERVED_DIFFERENCE:
+        return []
+    return [
+        Finding(
+            name="served-differs",
+            severity=Severity.ERROR if difference < 0 else Severity.WARNING,
+            message=(
+                f"the acceptance length is {served.length:.3f} in vLLM but {expected:.3f} in the "
+                f"reference on the same prompts ({difference:+.1%}), more than "
+                f"{MAX_SERVED_DIFFERENCE:.0%} apart"
+            ),
+            evidence={"served": served.length, "offline": expected},
+            remedy="The engine computes other drafts than the reference; see the parity result.",
+        )
+    ]
+
+
+def _repaired(pair: Pair, diagnosis: Diagnosis, out: Path, target_layers: int) -> Finding:
+    if diagnosis.repair is None:
+        return Finding(
+            name="nothing-to-fix",
+            severity=Severity.NOTE,
+            message=f"no edit raises acceptance, so nothing was written to {out}",
+            remedy="None needed.",
+        )
+    write_repaired(pair.drafter, diagnosis.repair, out, target_layers)
+    return Finding(
+        name="fixed",
+        severity=Severity.NOTE,
+        message=f"wrote {out} with the edit: {diagnosis.repair.edit}",
+        remedy=f"Check it again: leadout check {pair.settings.target} {out}",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +292,11 @@ def run_engines(
     max_length: int,
     dtype: torch.dtype,
     bare_only: Prompts | None = None,
-    report: Report = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> EngineRuns:
-    """Each engine in a process of its own; `report` hears what has been done.
+    """Answer the prompts with and without the drafter; `report` is called after each part.
 
-    `bare_only` are prompts that only the target alone answers.
+    The prompts in `bare_only` are answered without the drafter only.
     """
     with TemporaryDirectory(prefix="leadout-check-") as folder:
         path = Path(folder) / "drafts.safetensors"
@@ -107,17 +324,17 @@ def run_engines(
     return EngineRuns(
         bare=_greedy_answers(bare.runs),
         speculative=_greedy_answers(speculative.runs),
-        served=acceptance_of(speculative.runs),
+        served=served_acceptance(speculative.runs),
         recorded=recorded,
     )
 
 
 def _lists(prompts: Prompts) -> Answers:
-    return {name: [list(each) for each in asked] for name, asked in prompts.items()}
+    return {name: [list(each) for each in part] for name, part in prompts.items()}
 
 
 def _some_of_each(prompts: Prompts) -> list[list[int]]:
-    """The first prompt of every set, then the second, as far as wanted."""
+    """The first prompt of every set, then the second, up to `RECORDED_PROMPTS`."""
     by_turns = chain.from_iterable(zip_longest(*prompts.values()))
     found = (list(prompt) for prompt in by_turns if prompt is not None)
     return list(islice(found, RECORDED_PROMPTS))
@@ -127,189 +344,24 @@ def _greedy_answers(runs: Sequence[SetRun]) -> Answers:
     return {run.prompt_set: run.answers for run in runs if run.temperature == GREEDY}
 
 
-# `leadout check` as a function: files, then engine and reference on the same prompts.
-
-MAX_TOKENS = 96
-MAX_PROMPT = 1200
-LARGEST_DIFFERENCE = 0.05  # between offline and served acceptance length
-MOST_MASK_CANDIDATES = 12
-
-
-def check(request: CheckRequest, progress: Progress) -> CheckResult:
-    began = time.monotonic()
-    target, drafter = local_folder(request.target), local_folder(request.drafter)
-    result = CheckResult(
-        target=request.target,
-        drafter=request.drafter,
-        static_only=request.static_only,
-        verdict=verdict_of([]),
-        findings=static_findings(
-            target,
-            drafter,
-            target_name=request.target,
-            draft_tokens=request.draft_tokens,
-            dtype=request.dtype,
-            thinking=request.thinking,
-        ),
-        versions=installed_versions(),
-        date=datetime.now(UTC).date().isoformat(),
-    )
-    # What the files refuse already would not start; there is nothing to measure then.
-    if not request.static_only and not any(f.gravity is Gravity.UNFIT for f in result.findings):
-        result = _measured(result, Pairing(target, drafter, request), progress)
-    if request.baseline is not None:
-        result = compared(result, read_baseline(request.baseline))
-    findings = by_weight(result.findings)
-    return result.model_copy(
-        update={
-            "findings": findings,
-            "verdict": verdict_of(findings),
-            "seconds": time.monotonic() - began,
-        }
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """The pair under check, as folders."""
-
-    target: Path
-    drafter: Path
-    request: CheckRequest
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return read_checkpoint(self.drafter)
-
-    @property
-    def facts(self) -> TargetFacts:
-        return read_target(self.target, self.request.target)
-
-
-def _measured(result: CheckResult, pair: Pairing, progress: Progress) -> CheckResult:
-    checkpoint, facts, request = pair.checkpoint, pair.facts, pair.request
-    draft_tokens = request.draft_tokens or checkpoint.config.max_draft_tokens
-    longest = min(facts.max_positions or MAX_PROMPT, checkpoint.config.max_positions)
-    most = min(longest - MAX_TOKENS - draft_tokens, MAX_PROMPT)
-    chat = Chat(pair.target, request.thinking)
-    prompts = check_prompts(request.prompts, chat, most)
-    if not any(prompts.values()):
-        raise CheckError(
-            f"--prompts: found none of at most {most} tokens, wanted some; give shorter ones"
-        )
-    modes = other_modes(request.prompts, pair.target, chat, most)
-    longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
-    precision: torch.dtype = getattr(torch, served_dtype(pair.target, request.dtype))
-    runs = run_engines(
-        pair.target,
-        pair.drafter,
-        prompts,
-        max_tokens=MAX_TOKENS,
-        draft_tokens=draft_tokens,
-        max_length=longest_prompt + MAX_TOKENS + draft_tokens,
-        dtype=precision,
-        bare_only=modes,
-        report=_reporter(progress, 3 + 3 * len(prompts) + len(modes)),
-    )
-    model = load_model(pair.target, precision)
-    done = progress.stage("engine against reference", 2)
-    same_drafts = parity.compare(pair.target, pair.drafter, model, runs.recorded, precision)
-    done()
-    same_texts = lossless.compare_answers(
-        model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
-    )
-    done()
-    answered = _texts(prompts, runs.bare)
-    texts = [t for part in answered.values() for t in part if len(t.answer) > draft_tokens]
-    probe = make_probe(pair.target, model, facts, checkpoint.config, texts, precision, progress)
-    masks = mask_candidates(pair.target, facts.vocab_size)
-    found = examine(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
-    proofs = (lossless.finding_of(same_texts), parity.finding_of(same_drafts))
-    findings = [
-        *result.findings,
-        *(finding for finding in proofs if finding is not None),
-        *found.findings,
-        *mode_findings(
-            pair.target,
-            model,
-            checkpoint,
-            draft_tokens,
-            _texts(modes, runs.bare),
-            found.offline,
-            precision,
-        ),
-        *served_findings(found.offline, runs.served[0]),
-    ]
-    if request.fix is not None:
-        findings.append(_fixed(pair, found, request.fix))
-    return result.model_copy(
-        update={
-            "findings": findings,
-            "draft_tokens": draft_tokens,
-            "offline": found.offline,
-            "served": runs.served,
-            "parity": same_drafts,
-            "lossless": same_texts,
-            "tried": found.tried,
-        }
-    )
-
-
-def _reporter(progress: Progress, pieces: int) -> Callable[[str], None]:
-    step = progress.stage("vLLM with and without the drafter", pieces)
-    return lambda done: step()
-
-
-def _texts(prompts: Prompts, answers: Answers) -> dict[str, list[Text]]:
-    return {
-        name: [Text(name, *pair) for pair in zip(part, answers[name], strict=True)]
-        for name, part in prompts.items()
-    }
-
-
-def mask_candidates(target: Path, vocab_size: int) -> list[int]:
-    """Tokens that a trainer may have taken for the mask: special ones, and the first free row."""
-    files = read_token_files(target, [])
-    if files is None:
-        return []
-    special = sorted({*files.special, *files.roles})
-    free = [number for number in (max(files.tokens, default=-1) + 1,) if number < vocab_size]
-    return [*free, *special][:MOST_MASK_CANDIDATES]
-
-
-def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> list[Finding]:
-    """One definition on both sides, so the numbers must be near each other."""
-    expected = offline.overall.length.value
-    difference = served.length / expected - 1
-    if abs(difference) <= LARGEST_DIFFERENCE:
-        return []
+def served_acceptance(runs: Sequence[SetRun]) -> list[ServedAcceptance]:
+    """Acceptance by the engine's counters, one entry per temperature in the order of the runs."""
+    temperatures = dict.fromkeys(run.temperature for run in runs)
     return [
-        Finding(
-            name="served-differs",
-            gravity=Gravity.UNFIT if difference < 0 else Gravity.DOUBTFUL,
-            message=(
-                f"vLLM serves an acceptance length of {served.length:.3f}, the reference has "
-                f"{expected:.3f} on the same prompts ({difference:+.1%}), wanted at most "
-                f"{LARGEST_DIFFERENCE:.0%} between them"
-            ),
-            evidence={"served": served.length, "offline": expected},
-            remedy="Engine and drafter do not compute the same; see what parity says.",
-        )
+        _of_temperature([run for run in runs if run.temperature == temperature])
+        for temperature in temperatures
     ]
 
 
-def _fixed(pair: Pairing, found: Examination, out: Path) -> Finding:
-    if found.repair is None:
-        return Finding(
-            name="nothing-to-fix",
-            gravity=Gravity.NOTE,
-            message=f"--fix {out}: found no edit that raises acceptance, so nothing was written",
-            remedy="None needed.",
-        )
-    write_fixed(pair.drafter, found.repair, out, pair.facts.num_layers)
-    return Finding(
-        name="fixed",
-        gravity=Gravity.NOTE,
-        message=f"wrote {out} with the edit: {found.repair.edit}",
-        remedy=f"Check it again: leadout check {pair.request.target} {out}",
+def _of_temperature(runs: Sequence[SetRun]) -> ServedAcceptance:
+    steps = sum(run.steps for run in runs)
+    accepted = [
+        sum(counts) for counts in zip(*(run.accepted_by_position for run in runs), strict=True)
+    ]
+    return ServedAcceptance(
+        temperature=runs[0].temperature,
+        steps=steps,
+        length=1 + sum(accepted) / max(steps, 1),
+        by_position=[count / max(steps, 1) for count in accepted],
+        by_set={run.prompt_set: run.acceptance_length for run in runs},
     )

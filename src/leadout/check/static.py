@@ -1,19 +1,17 @@
-"""What files, versions and settings alone tell about a pair, in seconds and without an engine."""
+"""What files, versions and settings show about a pair, in seconds and without an engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from leadout.check.record import record_findings
-from leadout.check.result import Finding, Gravity
-from leadout.check.target_files import (
+from leadout.check.tokenizer import (
     TokenFiles,
     mask_findings,
     read_token_files,
     vocabulary_findings,
-    weight_file_findings,
 )
-from leadout.check.weights import weight_findings
+from leadout.check.training_record import record_findings
+from leadout.check.weights import drafter_weight_findings, target_weight_findings
 from leadout.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -22,13 +20,13 @@ from leadout.checkpoints import (
 )
 from leadout.engine.vllm_adapter import SUPPORTED, installed_distribution, is_supported
 from leadout.environment import known_problems
-from leadout.findings import Severity
+from leadout.findings import Finding, Severity
 from leadout.pairing import EngineSettings, Pair, TargetFacts, examine, read_target
 from leadout.pairing.target import read_any_config
 from leadout.version import installed_version
 
 # Warnings that working pairs cause: quantised copies of a named target, rows of padding, and
-# scalings that leave greedy drafts what they are.
+# scalings that do not change greedy drafts.
 HARMLESS_RULES = frozenset({"verifier", "vocabulary-padding", "logit-scaling"})
 
 
@@ -41,43 +39,40 @@ def static_findings(
     dtype: str = "auto",
     thinking: bool | None = None,
 ) -> list[Finding]:
-    """Everything that can be said before anything is run.
+    """Everything that can be found before an engine is started.
 
-    `target` is a folder with tokenizer and chat template; without weights in it, what needs them
-    is passed over. `target_name` is what the user calls the target, the folder unless given.
+    `target` is a folder with tokenizer and chat template; if it has no weights, the checks of
+    weights are skipped. `target_name` is the user's name for it, by default the folder.
     """
     findings = version_findings()
     facts, checkpoint = _target_facts(target, target_name, findings), _drafter(drafter, findings)
     tokens = read_token_files(target, findings)
     if facts is not None:
-        findings += weight_file_findings(target, facts)
+        findings += target_weight_findings(target, facts)
     if facts is not None and checkpoint is not None:
         settings = _settings(checkpoint, facts, draft_tokens, served_dtype(target, dtype))
         findings += pairing_findings(Pair(facts, checkpoint, settings))
         findings += _position_findings(checkpoint, facts)
         findings += _token_findings(tokens, checkpoint, facts)
     if checkpoint is not None:
-        findings += weight_findings(checkpoint)
+        findings += drafter_weight_findings(checkpoint)
         findings += record_findings(checkpoint, target, tokens, thinking)
         findings += [_note(note) for note in checkpoint.notes]
     return findings
 
 
 def pairing_findings(pair: Pair) -> list[Finding]:
-    """Broken rules of pairing, in the gravity that they have for a deployment."""
+    """Broken pairing rules; a warning that working pairs cause becomes a note."""
     return [
-        Finding(
-            name=broken.name,
-            gravity=_gravity(broken.name, broken.severity),
-            message=broken.message,
-            remedy=broken.remedy,
-        )
+        broken.model_copy(update={"severity": Severity.NOTE})
+        if broken.severity is Severity.WARNING and broken.name in HARMLESS_RULES
+        else broken
         for broken in examine(pair)
     ]
 
 
 def version_findings() -> list[Finding]:
-    """What is installed here, as far as it decides whether a pair runs."""
+    """Installed versions that decide whether a pair runs."""
     findings = []
     distribution = installed_distribution()
     version = None if distribution is None else installed_version(distribution)
@@ -85,8 +80,8 @@ def version_findings() -> list[Finding]:
         findings.append(
             Finding(
                 name="engine-missing",
-                gravity=Gravity.NOTE,
-                message=f"found no vLLM here, wanted {SUPPORTED} to run the pair",
+                severity=Severity.NOTE,
+                message=f"vLLM is not installed; running the pair needs {SUPPORTED}",
                 remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator).",
             )
         )
@@ -94,41 +89,30 @@ def version_findings() -> list[Finding]:
         findings.append(
             Finding(
                 name="engine-version",
-                gravity=Gravity.DOUBTFUL,
+                severity=Severity.WARNING,
                 message=(
-                    f"found {distribution} {version}, wanted {SUPPORTED}: Leadout does not extend "
-                    "other versions, and what this check knows of vLLM may not hold"
+                    f"{distribution} {version} is installed, expected {SUPPORTED}: Leadout does "
+                    "not extend other versions, and this check may not apply to them"
                 ),
                 evidence={"version": version},
                 remedy=f"Install vLLM {SUPPORTED}.",
             )
         )
-    for trouble in known_problems():
-        message, _, remedy = trouble.partition("; ")
+    for problem in known_problems():
+        message, _, remedy = problem.partition("; ")
         findings.append(
             Finding(
-                name="torch-companion", gravity=Gravity.DOUBTFUL, message=message, remedy=remedy
+                name="torch-companion", severity=Severity.WARNING, message=message, remedy=remedy
             )
         )
     return findings
-
-
-def unreadable(name: str, problem: CheckpointError) -> Finding:
-    """A file that cannot be used, as a finding."""
-    return Finding(
-        name=name,
-        gravity=Gravity.UNFIT,
-        message=str(problem).removesuffix(f". {problem.remedy}"),
-        evidence={"field": problem.field},
-        remedy=problem.remedy,
-    )
 
 
 def _target_facts(folder: Path, name: str | None, findings: list[Finding]) -> TargetFacts | None:
     try:
         return read_target(folder, name)
     except CheckpointError as problem:
-        findings.append(unreadable("target-unreadable", problem))
+        findings.append(_unreadable("target-unreadable", problem))
         return None
 
 
@@ -136,22 +120,26 @@ def _drafter(folder: Path, findings: list[Finding]) -> Checkpoint | None:
     try:
         return read_checkpoint(folder)
     except UnsupportedCheckpointError as problem:
-        findings.append(unreadable("drafter-unsupported", problem))
+        findings.append(_unreadable("drafter-unsupported", problem))
     except CheckpointError as problem:
-        findings.append(unreadable("drafter-unreadable", problem))
+        findings.append(_unreadable("drafter-unreadable", problem))
     return None
 
 
-def _gravity(rule: str, severity: Severity) -> Gravity:
-    if severity is Severity.ERROR:
-        return Gravity.UNFIT
-    return Gravity.NOTE if rule in HARMLESS_RULES else Gravity.DOUBTFUL
+def _unreadable(name: str, problem: CheckpointError) -> Finding:
+    return Finding(
+        name=name,
+        severity=Severity.ERROR,
+        message=str(problem).removesuffix(f". {problem.remedy}"),
+        evidence={"field": problem.field},
+        remedy=problem.remedy,
+    )
 
 
 def _settings(
     checkpoint: Checkpoint, facts: TargetFacts, draft_tokens: int | None, dtype: str
 ) -> EngineSettings:
-    """The asked K and precision; all that only an engine knows is set so that no rule breaks."""
+    """The requested K and precision; what only an engine knows is set so that no rule breaks."""
     config = checkpoint.config
     drafted = config.max_draft_tokens if draft_tokens is None else draft_tokens
     length = min(config.max_positions, facts.max_positions or config.max_positions)
@@ -169,7 +157,7 @@ def _settings(
 
 
 def served_dtype(target: Path, dtype: str) -> str:
-    """`auto` is the precision that the target's config names."""
+    """The precision that is served: with `auto`, that of the target's config."""
     if dtype != "auto":
         return dtype
     config = read_any_config(target)
@@ -180,19 +168,19 @@ def served_dtype(target: Path, dtype: str) -> str:
 
 
 def _position_findings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Finding]:
-    found, wanted = checkpoint.config.max_positions, facts.max_positions
-    if wanted is None or found >= wanted:
+    of_drafter, of_target = checkpoint.config.max_positions, facts.max_positions
+    if of_target is None or of_drafter >= of_target:
         return []
     return [
         Finding(
             name="positions",
-            gravity=Gravity.NOTE,
+            severity=Severity.NOTE,
             message=(
-                f"found max_position_embeddings {found} in the drafter, {wanted} in the target: "
-                "longer requests cannot be drafted for"
+                f"max_position_embeddings is {of_drafter} in the drafter and {of_target} in the "
+                "target: nothing can be drafted for longer requests"
             ),
-            evidence={"drafter": found, "target": wanted},
-            remedy=f"Serve with --max-model-len {found}.",
+            evidence={"drafter": of_drafter, "target": of_target},
+            remedy=f"Serve with --max-model-len {of_drafter}.",
         )
     ]
 
@@ -212,7 +200,7 @@ def _token_findings(
 def _note(text: str) -> Finding:
     return Finding(
         name="drafter-file",
-        gravity=Gravity.NOTE,
+        severity=Severity.NOTE,
         message=text,
-        remedy="Nothing to do where you serve with Leadout; `leadout inspect` shows the file.",
+        remedy="Nothing to do if you serve with Leadout; `leadout inspect` shows the file.",
     )

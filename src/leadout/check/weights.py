@@ -1,45 +1,134 @@
-"""What the drafter's weights give away by themselves, one tensor at a time.
+"""Findings from weight files: incomplete, not finite, constant or quantised weights.
 
 Weights that were rounded to a few levels and stored as ordinary numbers load and run like any
-others; only the number of distinct values in a group shows it.
+others; only the number of distinct values in a group reveals it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from leadout.check.result import Finding, Gravity
 from leadout.checkpoints import Checkpoint, CheckpointError
 from leadout.checkpoints.store import read_tensors
 from leadout.checkpoints.tensors import DRAFT_TO_TARGET, TARGET_TO_DRAFT, require_vocabulary
+from leadout.findings import Finding, Severity
+from leadout.pairing import TargetFacts
 
-LEVELS = 16  # of 4 bits
+INDEX = "model.safetensors.index.json"
+EMBEDDING = "embed_tokens.weight"  # after the prefix of the architecture
+_DOWNLOAD_AGAIN = "Download the target again."
+
+MAX_LEVELS = 16  # distinct values of 4-bit weights
 # Groups that share a scale. In the smallest, trained weights have about 30 distinct values, even
 # as bfloat16.
 GROUPS = (128, 64, 32)
 SAMPLED_ROWS = 64
-SHARE = 0.99  # of the sampled groups
-# All that the drafter knows passes through these; any other dead tensor silences one branch.
+MIN_SHARE = 0.99  # of the sampled groups
+# Everything passes through these; any other constant tensor disables one branch only.
 VITAL = frozenset(
     {"fc.weight", "hidden_norm.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight"}
 )
-_SHOWN = 3
+_MAX_NAMES = 3  # in a message
+
+
+def target_weight_findings(folder: Path, facts: TargetFacts) -> list[Finding]:
+    """Whether the target's weight files are complete, from their headers alone."""
+    missing = missing_shards(folder)
+    if missing:
+        return [
+            Finding(
+                name="target-incomplete",
+                severity=Severity.ERROR,
+                message=(
+                    f"{folder} lacks {len(missing)} of the files that {INDEX} lists, the first of "
+                    f"them {missing[0]!r}"
+                ),
+                evidence={"missing": len(missing)},
+                remedy=_DOWNLOAD_AGAIN,
+            )
+        ]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return [
+            Finding(
+                name="target-weights-absent",
+                severity=Severity.NOTE,
+                message=f"{folder} has no safetensors files, so its weights were not examined",
+                remedy="Give the folder with the target's weights, if there is one.",
+            )
+        ]
+    return _header_findings(files, facts)
+
+
+def has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) and not missing_shards(folder)
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Files that the index lists and the folder lacks, if it has any weights at all."""
+    if not any(folder.glob("*.safetensors")):
+        return []
+    try:
+        shard_of = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        names = sorted({str(name) for name in shard_of.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # no index, or not a valid one: the headers show the rest
+    return [name for name in names if not (folder / name).is_file()]
+
+
+def _header_findings(files: list[Path], facts: TargetFacts) -> list[Finding]:
+    """Truncated files, and an embedding with another number of rows than the config states."""
+    from safetensors import SafetensorError, safe_open
+
+    rows = None
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if name.endswith(EMBEDDING):
+                        rows = opened.get_slice(name).get_shape()[0]
+        except (SafetensorError, OSError) as problem:
+            return [
+                Finding(
+                    name="target-unreadable",
+                    severity=Severity.ERROR,
+                    message=f"{path} is not a complete safetensors file: {problem}",
+                    remedy=_DOWNLOAD_AGAIN,
+                )
+            ]
+    if rows in (None, facts.vocab_size):
+        return []
+    return [
+        Finding(
+            name="target-embedding",
+            severity=Severity.WARNING,
+            message=(
+                f"the target's {EMBEDDING} has {rows} rows, but vocab_size in its config.json is "
+                f"{facts.vocab_size}"
+            ),
+            evidence={"rows": rows, "vocab_size": facts.vocab_size},
+            remedy="Config and weights belong to different models; download the target again.",
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
     """Groups of a matrix with few distinct values."""
 
-    along: str  # "columns": the group lies within a row
+    along: str  # "columns": each group lies within a row
     group: int
     distinct: int
 
 
-def weight_findings(checkpoint: Checkpoint) -> list[Finding]:
+def drafter_weight_findings(checkpoint: Checkpoint) -> list[Finding]:
+    """Examine the drafter's weights, one tensor at a time."""
     broken: dict[str, int] = {}
     dead: dict[str, float] = {}
     coarse: dict[str, Coarse] = {}
@@ -55,7 +144,7 @@ def weight_findings(checkpoint: Checkpoint) -> list[Finding]:
                 continue
             matrices += tensor.dim() == 2
             constant = constant_of(tensor)
-            if constant is not None and (tensor.dim() == 2 or _is_norm(name, constant)):
+            if constant is not None and (tensor.dim() == 2 or _is_zero_norm(name, constant)):
                 dead[name] = constant
             elif tensor.dim() == 2 and (found := coarseness(tensor)) is not None:
                 coarse[name] = found
@@ -63,7 +152,7 @@ def weight_findings(checkpoint: Checkpoint) -> list[Finding]:
         return [
             Finding(
                 name="drafter-unreadable",
-                gravity=Gravity.UNFIT,
+                severity=Severity.ERROR,
                 message=str(problem).removesuffix(f". {problem.remedy}"),
                 remedy=problem.remedy,
             )
@@ -72,13 +161,13 @@ def weight_findings(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def constant_of(tensor: Tensor) -> float | None:
-    """The one value of all elements, if there is but one."""
+    """The value of all elements, if they are equal."""
     low, high = torch.aminmax(tensor)
     return low.item() if bool(low == high) else None
 
 
 def coarseness(matrix: Tensor) -> Coarse | None:
-    """The largest groups in which hardly any have more than `LEVELS` distinct values."""
+    """The largest group size at which nearly all groups have at most `MAX_LEVELS` values."""
     for along, rows in (("columns", matrix), ("rows", matrix.T)):
         count, width = rows.shape
         picked = torch.linspace(0, count - 1, min(count, SAMPLED_ROWS)).long()
@@ -89,8 +178,8 @@ def coarseness(matrix: Tensor) -> Coarse | None:
             groups = sampled[:, : width // group * group].reshape(-1, group)
             ordered = groups.sort(dim=-1).values
             distinct = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(-1)
-            few = distinct <= LEVELS
-            if few.double().mean() >= SHARE:
+            few = distinct <= MAX_LEVELS
+            if few.double().mean() >= MIN_SHARE:
                 return Coarse(along, group, int(distinct[few].max()))
     return None
 
@@ -106,8 +195,8 @@ def _require_vocabulary(checkpoint: Checkpoint, draft_to_target: Tensor) -> None
     )
 
 
-def _is_norm(name: str, constant: float) -> bool:
-    """A norm of zeros ends all that passes it; any other constant is where norms start."""
+def _is_zero_norm(name: str, constant: float) -> bool:
+    """A norm of zeros blocks everything; any other constant may be its initial value."""
     return name.endswith("norm.weight") and constant == 0.0
 
 
@@ -117,13 +206,10 @@ def _broken(found: dict[str, int]) -> list[Finding]:
     return [
         Finding(
             name="weights-not-finite",
-            gravity=Gravity.UNFIT,
-            message=(
-                f"found {sum(found.values())} values that are NaN or infinite in "
-                f"{_names(found)}, wanted finite ones"
-            ),
+            severity=Severity.ERROR,
+            message=(f"{sum(found.values())} values are NaN or infinite in {_names(found)}"),
             evidence={"values": sum(found.values()), "tensors": len(found)},
-            remedy="Download the checkpoint again, or train it anew.",
+            remedy="Download the checkpoint again, or train it again.",
         )
     ]
 
@@ -135,13 +221,13 @@ def _dead(found: dict[str, float]) -> list[Finding]:
     return [
         Finding(
             name="weights-dead",
-            gravity=Gravity.UNFIT if VITAL & found.keys() else Gravity.DOUBTFUL,
+            severity=Severity.ERROR if VITAL & found.keys() else Severity.WARNING,
             message=(
-                f"found nothing but the value {values[0]:g} in {_names(found)}, wanted trained "
-                "weights: nothing passes through them"
+                f"all values are {values[0]:g} in {_names(found)}: these weights are not trained, "
+                "and nothing passes through them"
             ),
             evidence={"tensors": len(found), "values": values},
-            remedy="The export or the training of this drafter went wrong; take another one.",
+            remedy="The training or the export of this drafter failed; use another one.",
         )
     ]
 
@@ -153,11 +239,11 @@ def _quantised(found: dict[str, Coarse], matrices: int) -> list[Finding]:
     return [
         Finding(
             name="weights-quantised",
-            gravity=Gravity.DOUBTFUL,
+            severity=Severity.WARNING,
             message=(
-                f"found at most {first.distinct} distinct values in groups of {first.group} "
-                f"{first.along} of {_names(found)}, {len(found)} of {matrices} matrices: weights "
-                "that were quantised and stored as ordinary numbers again, with their rounding"
+                f"{len(found)} of {matrices} matrices ({_names(found)}) have at most "
+                f"{first.distinct} distinct values in groups of {first.group} {first.along}: they "
+                "were quantised and then stored as ordinary numbers, with the rounding error"
             ),
             evidence={
                 "matrices": len(found),
@@ -166,12 +252,12 @@ def _quantised(found: dict[str, Coarse], matrices: int) -> list[Finding]:
                 "along": first.along,
                 "distinct": max(each.distinct for each in found.values()),
             },
-            remedy="Use the weights as they were trained: coarser drafts are rejected more often.",
+            remedy="Use the weights as trained: drafts of rounded weights are rejected more often.",
         )
     ]
 
 
 def _names(found: Iterable[str]) -> str:
     names = list(found)
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

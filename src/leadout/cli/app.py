@@ -5,6 +5,7 @@ run, 3 undecided, 130 interrupted (see `leadout.errors`).
 """
 
 import os
+import traceback
 from typing import Any
 
 import typer
@@ -34,6 +35,12 @@ class Commands(TyperGroup):
             place = f"{problem.filename}: " if problem.filename else ""
             typer.echo(f"error: {place}{problem.strerror}.", err=True)
             raise typer.Exit(FAILED) from None
+        except Exception as problem:
+            if hasattr(problem, "exit_code") or isinstance(problem, typer.Abort):
+                raise  # wrong usage, or the end of a command
+            # Python's own exit code for a bug, 1, would be a negative finding.
+            typer.echo(traceback.format_exc(), err=True)
+            raise typer.Exit(FAILED) from None
 
 
 app = typer.Typer(
@@ -51,7 +58,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve.serve)
 app.command("tune", cls=PanelCommand)(tune.tune)
-app.command("check", cls=check.VerdictCommand)(check.check)
+app.command("check", cls=settings_command("leadout.check.settings:CheckSettings"))(check.check)
 app.command("bench", cls=PanelCommand, context_settings={"allow_extra_args": True})(bench.bench)
 app.command("data", cls=settings_command("leadout.data.settings:DataSettings"))(data.data)
 app.command("inspect", cls=PanelCommand)(inspect.inspect)

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
-from leadout import console
-from leadout.check.result import Progress, Silence
+from leadout.console import Progress
 from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.ranks import joined_ranks
 from leadout.files import replacing
@@ -36,7 +35,7 @@ Bars = Callable[[], AbstractContextManager[Progress]]  # shown until training be
 
 
 def silence() -> AbstractContextManager[Progress]:
-    return nullcontext(Silence())
+    return nullcontext(Progress.silent())
 
 
 def learn(
@@ -53,7 +52,7 @@ def learn(
                 cycle = prepare(subject, work, ranks, progress)
             run = make_run(subject, work, cycle.training, work.folder, ranks)
             at_first = run.validate()
-            shown = console.Progress("learn", quiet=not ranks.is_leader)
+            shown = Progress("learn", quiet=not ranks.is_leader)
             with shown as bar:
                 numbers = run.train(progress_listener(bar, run))
             if not ranks.is_leader:

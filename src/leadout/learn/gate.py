@@ -17,13 +17,15 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.check import lossless
 from leadout.check.lossless import compare_answers
-from leadout.check.result import Finding, Gravity, Lossless, Progress
+from leadout.check.result import Lossless
 from leadout.check.static import static_findings
 from leadout.checkpoints import Checkpoint, CheckpointError, read_checkpoint
+from leadout.console import Progress
 from leadout.engine.offline import SessionRequest, run_session
 from leadout.evaluate.acceptance import TextAcceptance
 from leadout.evaluate.compare import acceptance_by_drafter, served_draft_tokens
 from leadout.evaluate.hidden_states import load_model
+from leadout.findings import Finding, Severity
 from leadout.learn.data import spread
 from leadout.shards import Sample
 from leadout.stats import Floats, Indices, Interval, bootstrap
@@ -94,7 +96,7 @@ def decide(evidence: Evidence, margins: Margins) -> Decision:
     against = [
         f"{finding.name}: {finding.message}"
         for finding in evidence.findings
-        if finding.gravity is Gravity.UNFIT
+        if finding.severity is Severity.ERROR
     ]
     if evidence.lossless is not None:
         changed = lossless.finding_of(evidence.lossless)
@@ -198,7 +200,7 @@ def gather(trial: Trial, prove: Prove, progress: Progress) -> Evidence:
     """What files forbid to run is not run."""
     findings = static_findings(trial.target, trial.candidate)
     findings += shape_findings(read_checkpoint(trial.serving), trial.candidate)
-    if any(finding.gravity is Gravity.UNFIT for finding in findings):
+    if any(finding.severity is Severity.ERROR for finding in findings):
         return Evidence(findings=findings)
     samples = [*trial.held_out, *trial.base]
     before, after = acceptance_by_drafter(
@@ -233,7 +235,7 @@ def shape_findings(serving: Checkpoint, candidate: Path) -> list[Finding]:
     return [
         Finding(
             name="shape",
-            gravity=Gravity.UNFIT,
+            severity=Severity.ERROR,
             message=(
                 f"found {field.name} {getattr(found, field.name)}, wanted "
                 f"{getattr(wanted, field.name)} as in the drafter that is served"

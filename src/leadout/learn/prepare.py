@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from leadout.check.result import Progress
 from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.console import Progress
 from leadout.data.manifest import DataFolder
 from leadout.evaluate.ranks import Ranks
 from leadout.files import replacing

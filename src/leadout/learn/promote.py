@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leadout.check.result import Gravity
 from leadout.check.static import static_findings
 from leadout.checkpoints import read_checkpoint
+from leadout.findings import Severity
 from leadout.learn.config import LearnError
 from leadout.learn.gate import Decision, Evidence
 from leadout.learn.prepare import require_learnable
@@ -72,7 +72,7 @@ def start_registry(target: str, folder: Path, drafter: str) -> Started:
     unfit = [
         finding
         for finding in static_findings(target_folder, source, target_name=target)
-        if finding.gravity is Gravity.UNFIT
+        if finding.severity is Severity.ERROR
     ]
     if unfit:
         told = "\n".join(f"{finding.name}: {finding.message}" for finding in unfit)

@@ -7,8 +7,6 @@ from typing import Any
 from leadout.check.result import (
     CheckResult,
     Divergence,
-    Finding,
-    Gravity,
     Lossless,
     OfflineAcceptance,
     Parity,
@@ -17,6 +15,7 @@ from leadout.check.result import (
     Verdict,
 )
 from leadout.evaluate.acceptance import AcceptanceTable
+from leadout.findings import Finding, Severity
 from leadout.stats import Interval
 
 SETS = ("code", "chat", "math")
@@ -68,9 +67,9 @@ def tried(cause: str, after: float) -> Tried:
     )
 
 
-def finding(gravity: Gravity = Gravity.DOUBTFUL, **fields: Any) -> Finding:
-    given = {"name": "rope", "message": "found theta 1, wanted 2", "remedy": "Mend it."}
-    return Finding(gravity=gravity, **(given | fields))
+def finding(severity: Severity = Severity.WARNING, **fields: Any) -> Finding:
+    given = {"name": "rope", "message": "theta is 1, expected 2", "remedy": "Change it."}
+    return Finding(severity=severity, **(given | fields))
 
 
 def whole_result(**fields: Any) -> CheckResult:

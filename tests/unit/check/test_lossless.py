@@ -1,4 +1,4 @@
-"""A text that speculation changed is found out, and a near-tie is not taken for one."""
+"""A text that speculation changed is found, and a near-tie is not taken for one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.lossless import compare_answers, finding_of, first_divergence, ulp
-from leadout.check.result import Gravity
+from leadout.findings import Severity
 from support.models import tiny_llama
 
 PROMPT = [5, 9, 2, 44, 7, 7, 31, 200, 13]
@@ -28,7 +28,7 @@ def ranked(model: nn.Module) -> Tensor:
     return logits.float().argsort(descending=True)
 
 
-def judged(
+def compared(
     model: nn.Module, bare: list[int], drafted: list[int], precision: torch.dtype = torch.bfloat16
 ):
     return compare_answers(
@@ -37,47 +37,47 @@ def judged(
 
 
 def test_equal_texts_are_lossless(model: nn.Module) -> None:
-    lossless = judged(model, ANSWER, ANSWER)
+    lossless = compared(model, ANSWER, ANSWER)
     assert (lossless.texts, lossless.equal_texts, lossless.divergences) == (1, 1, [])
     assert finding_of(lossless) is None
 
 
 def test_a_near_tie_is_allowed_in_bfloat16_only(model: nn.Module, ranked: Tensor) -> None:
-    tied = [int(token) for token in ranked[150:152]]  # in the midst of 320, where logits crowd
+    tied = [int(token) for token in ranked[150:152]]  # in the middle of 320, where logits are dense
     bare, drafted = [*ANSWER[:2], tied[0], 1], [*ANSWER[:2], tied[1], 2]
-    lossless = judged(model, bare, drafted)
+    lossless = compared(model, bare, drafted)
     (divergence,) = lossless.divergences
     assert divergence.position == 2
     assert 0 <= divergence.logit_gap <= lossless.largest_allowed_gap < 1
     assert finding_of(lossless) is None
 
-    lossless = judged(model, bare, drafted, torch.float32)
+    lossless = compared(model, bare, drafted, torch.float32)
     assert lossless.largest_allowed_gap == 0
     assert finding_of(lossless) is not None
 
 
-def test_a_token_that_the_target_would_not_choose_is_unfit(
+def test_a_token_that_the_target_would_not_choose_is_an_error(
     model: nn.Module, ranked: Tensor
 ) -> None:
     best, worst = int(ranked[0]), int(ranked[-1])
-    lossless = judged(model, [*ANSWER[:2], best], [*ANSWER[:2], worst])
+    lossless = compared(model, [*ANSWER[:2], best], [*ANSWER[:2], worst])
     assert lossless.divergences[0].logit_gap > lossless.largest_allowed_gap
     finding = finding_of(lossless)
     assert finding is not None
     assert finding.name == "not-lossless"
-    assert finding.gravity is Gravity.UNFIT
+    assert finding.severity is Severity.ERROR
     assert "token 2" in finding.message
 
 
-def test_a_text_cut_short_is_unfit(model: nn.Module) -> None:
-    assert finding_of(judged(model, ANSWER, ANSWER[:2])) is not None
+def test_a_text_cut_short_is_an_error(model: nn.Module) -> None:
+    assert finding_of(compared(model, ANSWER, ANSWER[:2])) is not None
 
 
 @pytest.mark.parametrize(
     ("one", "other", "place"),
     [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)],
 )
-def test_where_texts_part(one: list[int], other: list[int], place: int | None) -> None:
+def test_first_divergence(one: list[int], other: list[int], place: int | None) -> None:
     assert first_divergence(one, other) == place
 
 

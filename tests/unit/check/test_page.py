@@ -1,4 +1,4 @@
-"""The HTML page: whole, self-contained, with the numbers in it, and deaf to hostile text."""
+"""The HTML page is complete and self-contained, and escapes hostile text."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import pytest
 from sample_results import finding, offline, table, tried, whole_result
 
 from leadout.check.report import page, write_page
-from leadout.check.result import Gravity, Verdict
+from leadout.check.result import Verdict
+from leadout.findings import Severity
 from support.pages import HOSTILE, Reader, assert_hostile_text_is_escaped, assert_loads_nothing
 
+SEVERITIES = {Verdict.UNDECIDED: Severity.WARNING, Verdict.UNFIT: Severity.ERROR}
 
-def doubtful() -> str:
-    findings = [finding(Gravity.NOTE, name="drafter-file"), finding(name="rope")]
-    return page(whole_result(verdict=Verdict.DOUBTFUL, findings=findings))
+
+def undecided() -> str:
+    findings = [finding(Severity.NOTE, name="drafter-file"), finding(name="rope")]
+    return page(whole_result(verdict=Verdict.UNDECIDED, findings=findings))
 
 
 def test_it_holds_what_the_result_says() -> None:
-    text = Reader(doubtful()).text
+    text = Reader(undecided()).text
     for words in (
         "tiny-drafter for tiny-target",
-        "doubtful",
-        "found theta 1, wanted 2",
-        "Mend it.",
+        "undecided",
+        "theta is 1, expected 2",
+        "Change it.",
         "2.400",  # all texts, offline
         "2.30 to 2.50",
         "served greedy",
@@ -43,7 +46,7 @@ def test_it_holds_what_the_result_says() -> None:
 
 
 def test_it_loads_nothing_and_runs_nothing() -> None:
-    assert_loads_nothing(doubtful())
+    assert_loads_nothing(undecided())
 
 
 def test_hostile_text_stays_text() -> None:
@@ -51,7 +54,7 @@ def test_hostile_text_stays_text() -> None:
         verdict=Verdict.UNFIT,
         target=HOSTILE,
         drafter=HOSTILE,
-        findings=[finding(Gravity.UNFIT, name=HOSTILE, message=HOSTILE, remedy=HOSTILE)],
+        findings=[finding(Severity.ERROR, name=HOSTILE, message=HOSTILE, remedy=HOSTILE)],
         offline=offline(2.0, 0.1, {HOSTILE: table(2.0)}),
         tried=[tried(HOSTILE, 2.5)],
         versions={HOSTILE: HOSTILE},
@@ -62,7 +65,7 @@ def test_hostile_text_stays_text() -> None:
 
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_a_static_check_has_a_page_too(verdict: Verdict) -> None:
-    findings = [] if verdict is Verdict.FIT else [finding(Gravity(verdict.value))]
+    findings = [] if verdict is Verdict.FIT else [finding(SEVERITIES[verdict])]
     bare = whole_result(
         static_only=True,
         verdict=verdict,

@@ -1,4 +1,4 @@
-"""A drafter that is computed wrongly is found out, and the first wrong tensor is named."""
+"""An engine that computes a drafter wrongly is found, and the first wrong tensor is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leadout.check.parity import (
     state_name,
     values_name,
 )
-from leadout.check.result import Gravity, Parity
+from leadout.check.result import Parity
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
@@ -36,6 +36,7 @@ from leadout.engine.draft_recorder import (
 )
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
+from leadout.findings import Severity
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import tiny_llama
 
@@ -67,7 +68,7 @@ def model(target: Path) -> nn.Module:
 def engine_like(
     target: Path, served: Drafter, model: nn.Module, precision: torch.dtype = torch.float32
 ) -> RecordedText:
-    """What an engine would be heard computing with this drafter."""
+    """What would be recorded of an engine with this drafter."""
     tokens = torch.arange(7, 7 + 3 * LENGTH, 3)
     states = Target(model, served.config.target_layer_ids).states(tokens[None])[0]
     reference = Reference(
@@ -82,13 +83,13 @@ def engine_like(
         tensors = reference.block(anchor, int(tokens[anchor]), K)
         logits = torch.full((K, served.config.vocab_size), -torch.inf, dtype=precision)
         logits[:, own_tokens] = tensors[LOGITS]
-        anchors_slot = torch.zeros_like(tensors[FINAL][:1])
+        anchor_slot = torch.zeros_like(tensors[FINAL][:1])
         blocks.append(
             RecordedBlock(
                 torch.tensor(anchor),
                 logits.argmax(dim=-1),
                 [tensors[hidden_name(layer)] for layer in layers],
-                torch.cat([anchors_slot, tensors[FINAL]]),
+                torch.cat([anchor_slot, tensors[FINAL]]),
                 logits,
             )
         )
@@ -124,7 +125,7 @@ def places(text: RecordedText) -> dict[str, Tensor]:
     }
 
 
-def test_an_engine_that_computes_as_the_reference_is_right(
+def test_equal_computation_gives_no_finding(
     target: Path, drafter: Path, model: nn.Module, right: RecordedText
 ) -> None:
     parity = compare(target, drafter, model, [right], torch.float32)
@@ -148,7 +149,7 @@ def test_the_tensor_that_differs_is_named(
     finding = finding_of(parity)
     assert finding is not None
     assert finding.name == "engine-parity"
-    assert finding.gravity is Gravity.DOUBTFUL
+    assert finding.severity is Severity.WARNING
     assert name in finding.message
 
 
@@ -161,7 +162,7 @@ def test_one_broken_number_is_found(
     assert Parity.model_validate_json(parity.model_dump_json()) == parity
 
 
-def test_drafts_that_are_not_the_logits_best_are_unfit(
+def test_drafts_that_are_not_the_best_of_the_logits_are_an_error(
     target: Path, drafter: Path, model: nn.Module, right: RecordedText
 ) -> None:
     for block in right.blocks:
@@ -170,10 +171,10 @@ def test_drafts_that_are_not_the_logits_best_are_unfit(
     assert parity.first_difference is None
     finding = finding_of(parity)
     assert finding is not None
-    assert finding.gravity is Gravity.UNFIT
+    assert finding.severity is Severity.ERROR
 
 
-def test_rounding_to_bfloat16_is_no_difference_and_a_wrong_norm_is(
+def test_rounding_to_bfloat16_is_allowed_and_a_wrong_norm_is_not(
     target: Path, drafter: Path
 ) -> None:
     half = torch.bfloat16
@@ -194,7 +195,7 @@ def test_a_reduced_vocabulary_in_the_wrong_order_is_found(
 ) -> None:
     whole = random_drafter(REDUCED)
     assert whole.d2t is not None
-    whole.d2t[:] = torch.arange(100) * 2  # draft id i stands for 3 i
+    whole.d2t[:] = torch.arange(100) * 2  # draft id i means token 3 i
     write_checkpoint(
         tmp_path / "reduced", whole.state_dict(), REDUCED, "speculators", target_name=str(target)
     )
@@ -211,7 +212,7 @@ def test_a_reduced_vocabulary_in_the_wrong_order_is_found(
     assert parity.first_difference == LOGITS
 
 
-def test_recorded_texts_survive_their_file(right: RecordedText, tmp_path: Path) -> None:
+def test_recorded_texts_are_read_back(right: RecordedText, tmp_path: Path) -> None:
     write_texts([copy.deepcopy(right), right], tmp_path / "drafts.safetensors")
     _, read = read_texts(tmp_path / "drafts.safetensors")
     assert torch.equal(read.tokens, right.tokens)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.check.result import Silence
+from leadout.console import Progress
 from leadout.evaluate.compare import acceptance_by_drafter
 from leadout.learn.gate import Margins, Trial, compare, decide, gather
 from support.gate_candidates import (
@@ -34,7 +34,7 @@ def test_the_gate_judges_each_as_it_deserves(
         max_length=64,
         device=ALONE.device,
     )
-    decision = decide(gather(trial, prove_by_reference, Silence()), MARGINS)
+    decision = decide(gather(trial, prove_by_reference, Progress.silent()), MARGINS)
     assert decision.passed is (not candidate.blamed), decision.reasons
     if candidate.blamed:
         for reason in decision.reasons:

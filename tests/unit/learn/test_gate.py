@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from leadout.check.result import Divergence, Finding, Gravity, Lossless
+from leadout.check.result import Divergence, Lossless
 from leadout.evaluate.acceptance import TextAcceptance
+from leadout.findings import Finding, Severity
 from leadout.learn.gate import (
     Comparison,
     Evidence,
@@ -21,8 +22,8 @@ from leadout.stats import Interval
 
 MARGINS = Margins(gain=0.03, base_loss=0.03)
 EQUAL_TEXTS = Lossless(texts=16, equal_texts=16, divergences=[], largest_allowed_gap=0.0)
-UNFIT = Finding(name="weights-not-finite", gravity=Gravity.UNFIT, message="NaN", remedy="-")
-DOUBTFUL = Finding(name="engine-version", gravity=Gravity.DOUBTFUL, message="old", remedy="-")
+ERROR = Finding(name="weights-not-finite", severity=Severity.ERROR, message="NaN", remedy="-")
+WARNING = Finding(name="engine-version", severity=Severity.WARNING, message="old", remedy="-")
 
 
 def change(value: float, low: float, high: float) -> Comparison:
@@ -67,7 +68,7 @@ def test_a_good_candidate_passes_and_is_told_by_its_numbers() -> None:
         ({"traffic": change(0.2, 0.02, 0.4)}, "traffic"),  # better, but not surely by the margin
         ({"base": change(-0.01, -0.04, 0.02)}, "base"),  # perhaps too much is lost
         ({"base_by_source": {"code": change(-0.1, -0.2, -0.04)}}, "base, code"),
-        ({"findings": [UNFIT]}, "weights-not-finite"),
+        ({"findings": [ERROR]}, "weights-not-finite"),
         ({"lossless": None}, "not-lossless"),
         ({"traffic": None}, "traffic"),
         ({"base": None}, "base"),
@@ -93,7 +94,7 @@ def test_each_rule_fires_alone(changes: dict[str, object], blamed: str) -> None:
 def test_everything_that_speaks_against_it_is_told() -> None:
     bad = GOOD.model_copy(
         update={
-            "findings": [UNFIT],
+            "findings": [ERROR],
             "traffic": change(0.0, -0.1, 0.1),
             "base": change(-0.2, -0.3, -0.1),
             "base_by_source": {"code": change(-0.2, -0.3, -0.1)},
@@ -103,8 +104,8 @@ def test_everything_that_speaks_against_it_is_told() -> None:
     assert told == ["weights-not-finite", "traffic", "base", "base, code"]
 
 
-def test_what_is_only_doubtful_does_not_stop_it() -> None:
-    assert decide(GOOD.model_copy(update={"findings": [DOUBTFUL]}), MARGINS).passed
+def test_warnings_do_not_reject_a_candidate() -> None:
+    assert decide(GOOD.model_copy(update={"findings": [WARNING]}), MARGINS).passed
 
 
 def test_a_source_that_may_have_lost_little_does_not_stop_it() -> None:

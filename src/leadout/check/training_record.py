@@ -1,4 +1,4 @@
-"""What the drafter's own record says: for which target it was trained, and how."""
+"""Findings from the drafter's training record: has target, template, mode or drafter changed?"""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from leadout.check.result import Finding, Gravity
-from leadout.check.target_files import TokenFiles, has_weights
+from leadout.check.tokenizer import TokenFiles
+from leadout.check.weights import has_weights
 from leadout.checkpoints import Checkpoint
+from leadout.findings import Finding, Severity
 from leadout.models import fingerprint
 
 RECORD = "training.json"
-THINKING_SWITCH = "enable_thinking"  # what templates with two modes read
+THINKING_SWITCH = "enable_thinking"  # the variable in templates with two modes
 
 
 class TrainedConfig(BaseModel):
-    """The part of a run's settings that a drafter's config.json repeats."""
+    """The training settings that the drafter's config.json repeats."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -28,7 +29,7 @@ class TrainedConfig(BaseModel):
 
 
 class TrainingRecord(BaseModel):
-    """The part of training.json that a check needs; other versions may have written the rest."""
+    """The fields of training.json that a check needs; other versions may write more."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -42,7 +43,7 @@ class TrainingRecord(BaseModel):
 def record_findings(
     checkpoint: Checkpoint, target: Path, tokens: TokenFiles | None, thinking: bool | None
 ) -> list[Finding]:
-    """The record beside the drafter, if there is one, against drafter and target as they are."""
+    """Compare the record beside the drafter, if there is one, with the pair as it is now."""
     path = checkpoint.path / RECORD
     if not path.is_file():
         return []
@@ -52,9 +53,9 @@ def record_findings(
         return [
             Finding(
                 name="record-unreadable",
-                gravity=Gravity.NOTE,
-                message=f"{path}: found no record as `leadout train` writes it, so it was not used",
-                remedy="Remove the file if it is something else.",
+                severity=Severity.NOTE,
+                message=f"{path} is not a record that `leadout train` wrote, so it was ignored",
+                remedy="Remove the file if it belongs to something else.",
             )
         ]
     template = None if tokens is None else tokens.template
@@ -75,65 +76,62 @@ def _changed_drafter(record: TrainingRecord, checkpoint: Checkpoint) -> list[Fin
         "mask_token_id": (config.mask_token_id, trained.mask_token_id),
     }
     changed = {
-        name: (_shown(found), _shown(wanted))
-        for name, (found, wanted) in pairs.items()
-        if wanted is not None and found != wanted
+        name: f"{name} is {_shown(now)} but was {_shown(then)}"
+        for name, (now, then) in pairs.items()
+        if then is not None and now != then
     }
     if not changed:
         return []
-    words = ", ".join(
-        f"{name} {found}, trained with {wanted}" for name, (found, wanted) in changed.items()
-    )
     return [
         Finding(
             name="not-as-trained",
-            gravity=Gravity.DOUBTFUL,
-            message=f"found {words} according to {RECORD}",
+            severity=Severity.WARNING,
+            message=f"{', '.join(changed.values())} in training, according to {RECORD}",
             evidence={"fields": ", ".join(changed)},
-            remedy="Put the values of the training back into the drafter's config.json.",
+            remedy="Restore the values of the training in the drafter's config.json.",
         )
     ]
 
 
 def _other_target(record: TrainingRecord, target: Path) -> list[Finding]:
-    wanted = record.target_fingerprint
-    if wanted is None or not has_weights(target):
+    then = record.target_fingerprint
+    if then is None or not has_weights(target):
         return []
-    found = fingerprint(target)
-    if found == wanted:
+    now = fingerprint(target)
+    if now == then:
         return []
     return [
         Finding(
             name="other-target",
-            gravity=Gravity.DOUBTFUL,
+            severity=Severity.WARNING,
             message=(
-                f"found a target with the fingerprint {found[:12]}, wanted {wanted[:12]}, that of "
-                f"{record.target} when the drafter was trained: it is another model, or it was "
-                "fine-tuned, merged or quantised since"
+                f"the target's fingerprint is {now[:12]}, but the drafter was trained for "
+                f"{record.target} with {then[:12]}: this is another model, or it was fine-tuned, "
+                "merged or quantised since"
             ),
-            evidence={"found": found, "wanted": wanted},
-            remedy="Serve the target as it was then, or go on training the drafter for this one.",
+            evidence={"found": now, "wanted": then},
+            remedy="Serve the target of the training, or continue training for this one.",
         )
     ]
 
 
 def _other_template(record: TrainingRecord, template: str | None) -> list[Finding]:
-    wanted = record.template_hash
-    if wanted is None or template is None:
+    then = record.template_hash
+    if then is None or template is None:
         return []
-    found = hashlib.sha256(template.encode()).hexdigest()
-    if found == wanted:
+    now = hashlib.sha256(template.encode()).hexdigest()
+    if now == then:
         return []
     return [
         Finding(
             name="other-template",
-            gravity=Gravity.DOUBTFUL,
+            severity=Severity.WARNING,
             message=(
-                f"found a chat template with the hash {found[:12]}, wanted {wanted[:12]}, the one "
-                "that the drafter's training text was made with"
+                f"the chat template's hash is {now[:12]}, but the drafter's training text was made "
+                f"with a template of hash {then[:12]}"
             ),
-            evidence={"found": found, "wanted": wanted},
-            remedy="Serve with the template of then, or train the drafter with this one.",
+            evidence={"found": now, "wanted": then},
+            remedy="Serve with the template of the training, or train the drafter with this one.",
         )
     ]
 
@@ -141,7 +139,7 @@ def _other_template(record: TrainingRecord, template: str | None) -> list[Findin
 def _other_thinking(
     record: TrainingRecord, template: str | None, thinking: bool | None
 ) -> list[Finding]:
-    """Two modes of one target are two kinds of text."""
+    """The thinking modes of one target produce different kinds of text."""
     recorded = "thinking" in record.model_fields_set
     has_modes = template is not None and THINKING_SWITCH in template
     if not recorded or not has_modes or record.thinking == thinking:
@@ -150,7 +148,7 @@ def _other_thinking(
     return [
         Finding(
             name="other-thinking",
-            gravity=Gravity.DOUBTFUL if certain else Gravity.NOTE,
+            severity=Severity.WARNING if certain else Severity.NOTE,
             message=(
                 f"the drafter was trained {_mode(record.thinking)} and is checked {_mode(thinking)}"
             ),

@@ -1,12 +1,13 @@
-"""Every known cause is named first when it is seeded, its edit undoes it, and health is left alone.
+"""Every seeded fault is named first, its edit undoes it, and a healthy drafter gets no finding.
 
-A random drafter accepts nothing of a target's text. So the texts here are the drafter's own: each
-block of an answer is what the drafter as trained would guess there. With it all drafts stand, with
-a fault in it they do not.
+A random drafter has no draft of a target's text accepted. So the texts here are the drafter's own:
+each block of an answer is what the drafter as trained would draft there. As trained, all its drafts
+are accepted; with a fault they are not.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,27 +17,42 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.diagnosis import (
+    acceptance_findings,
     context_bucket,
-    examine,
+    diagnose,
     findings_of,
-    hardly_any,
     layers_needed,
     mode_findings,
     offline_table,
     other_modes,
     repair_of,
+    write_repaired,
+)
+from leadout.check.hypotheses import (
+    TargetInfo,
+    Variant,
+    last_norm,
+    shifted_taps,
+    tap_order,
     variants_of,
 )
-from leadout.check.hypotheses import Surroundings, Variant
 from leadout.check.probe import Probe, Text, Trial, drafter_of, try_variants
-from leadout.check.result import Gravity, Silence
-from leadout.checkpoints import read_checkpoint, write_checkpoint
+from leadout.check.result import CheckError
+from leadout.checkpoints import (
+    CheckpointError,
+    convert,
+    load_weights,
+    read_checkpoint,
+    write_checkpoint,
+)
+from leadout.console import Progress
 from leadout.data.chat import Chat
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.dflash.target import Target
 from leadout.evaluate.acceptance import Gain
 from leadout.evaluate.blocks import BlockForward
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
+from leadout.findings import Severity
 from leadout.pairing import read_target
 from leadout.stats import Interval
 from support.drafters import TINY_DRAFTER, random_drafter
@@ -50,7 +66,8 @@ TRAINED = replace(
     mask_token_id=MASK_TOKEN,
     layers=(LayerAttention(), LayerAttention()),
 )
-SPECIALS = [256, 258, MASK_TOKEN]
+MASK_CANDIDATES = [256, 258, MASK_TOKEN]
+TARGET_INFO = TargetInfo(num_layers=LAYERS, rope=None, mask_candidates=(), longest_text=512)
 Weights = Mapping[str, Tensor]
 
 
@@ -73,7 +90,7 @@ def weights() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def own_text(model: nn.Module, target: Path, weights: Weights, seed: int, blocks: int) -> Text:
-    """A prompt, and blocks that the drafter guesses after random anchors."""
+    """A prompt, and blocks that the drafter drafts after random anchors."""
     drafter = drafter_of(TRAINED, weights)
     borrowed = load_target_weights(TargetFiles(target), torch.float32, torch.device("cpu"))
     forward = BlockForward(drafter, borrowed.embedding)
@@ -97,10 +114,10 @@ def probe(target: Path, model: nn.Module, weights: dict[str, Tensor]) -> Probe:
     return Probe(target, model, texts, needed, torch.float32)
 
 
-def diagnose(probe: Probe, config: DrafterConfig, weights: Weights) -> list[Trial]:
-    around = Surroundings(LAYERS, TRAINED.rope, SPECIALS, probe.longest)
+def trials_of(probe: Probe, config: DrafterConfig, weights: Weights) -> list[Trial]:
+    info = TargetInfo(LAYERS, TRAINED.rope, MASK_CANDIDATES, probe.longest)
     before = probe.acceptance(drafter_of(config, weights))
-    return try_variants(probe, weights, before, variants_of(config, around))
+    return try_variants(probe, weights, before, variants_of(config, info))
 
 
 def swap_parts(weights: Weights) -> dict[str, Tensor]:
@@ -113,19 +130,19 @@ def swap_layers(weights: Weights) -> dict[str, Tensor]:
     return {other.get(name[:8], name[:8]) + name[8:]: tensor for name, tensor in weights.items()}
 
 
-def as_they_are(weights: Weights) -> dict[str, Tensor]:
+def unchanged(weights: Weights) -> dict[str, Tensor]:
     return dict(weights)
 
 
 FAULTS = {
-    "taps-one-too-low": ({"target_layer_ids": (0, 1, 3)}, as_they_are),
-    "taps-one-too-high": ({"target_layer_ids": (2, 3, 5)}, as_they_are),
+    "taps-one-too-low": ({"target_layer_ids": (0, 1, 3)}, unchanged),
+    "taps-one-too-high": ({"target_layer_ids": (2, 3, 5)}, unchanged),
     "tap-order": ({}, swap_parts),
-    "causality": ({"layers": (LayerAttention(causal=True),) * 2}, as_they_are),
-    "window": ({"layers": (LayerAttention(window=6),) * 2}, as_they_are),
-    "rope-theta": ({"rope": Rope(theta=100.0)}, as_they_are),
-    "rope-fraction": ({"rope": Rope(theta=TRAINED.rope.theta, fraction=0.5)}, as_they_are),
-    "mask-token": ({"mask_token_id": 258}, as_they_are),
+    "causality": ({"layers": (LayerAttention(causal=True),) * 2}, unchanged),
+    "window": ({"layers": (LayerAttention(window=6),) * 2}, unchanged),
+    "rope-theta": ({"rope": Rope(theta=100.0)}, unchanged),
+    "rope-fraction": ({"rope": Rope(theta=TRAINED.rope.theta, fraction=0.5)}, unchanged),
+    "mask-token": ({"mask_token_id": 258}, unchanged),
     "layer-order": ({}, swap_layers),
 }
 
@@ -136,10 +153,10 @@ def test_a_seeded_fault_is_named_first_and_its_edit_undoes_it(
 ) -> None:
     fields, change = FAULTS[cause]
     faulty, damaged = replace(TRAINED, **fields), change(weights)  # type: ignore[arg-type]
-    trials = diagnose(probe, faulty, damaged)
+    trials = trials_of(probe, faulty, damaged)
     findings = findings_of(trials)
     assert findings[0].name == cause
-    assert findings[0].gravity is not Gravity.NOTE
+    assert findings[0].severity is not Severity.NOTE
     repair = repair_of(trials)
     assert repair is not None
     repaired = damaged if repair.weights is None else repair.weights(damaged)
@@ -153,95 +170,100 @@ def test_the_last_tap_after_the_final_norm_is_named(
     probe: Probe, weights: dict[str, Tensor]
 ) -> None:
     taps_last = replace(TRAINED, target_layer_ids=(1, 2, 5))
-    around = Surroundings(LAYERS, TRAINED.rope, (), probe.longest)
-    normed = [v for v in variants_of(taps_last, around) if v.normed_last_tap]
+    info = TargetInfo(LAYERS, TRAINED.rope, (), probe.longest)
+    normed = [v for v in variants_of(taps_last, info) if v.normed_last_tap]
     assert [variant.cause for variant in normed] == ["last-layer-norm"]
-    plain = probe.states_of(0, (1, 2, 5), normed_last_tap=False).states
-    changed = probe.states_of(0, (1, 2, 5), normed_last_tap=True)
+    first = probe.sequences[:1]
+    plain = probe.states.tapped_at((1, 2, 5)).observe(first).states
+    changed = probe.states.tapped_at((1, 2, 5), normed_last_tap=True).observe(first)
     width = TRAINED.context_size
     assert torch.equal(changed.states[..., :-width], plain[..., :-width])
     assert torch.equal(changed.states[..., -width:], changed.final)
 
 
 def test_a_healthy_drafter_gets_no_finding(probe: Probe, weights: dict[str, Tensor]) -> None:
-    assert findings_of(diagnose(probe, TRAINED, weights)) == []
-    assert repair_of(diagnose(probe, TRAINED, weights)) is None
+    assert findings_of(trials_of(probe, TRAINED, weights)) == []
+    assert repair_of(trials_of(probe, TRAINED, weights)) is None
 
 
-def test_the_drafter_s_own_text_is_accepted_whole(probe: Probe, weights: dict[str, Tensor]) -> None:
+def test_all_drafts_of_the_drafters_own_text_are_accepted(
+    probe: Probe, weights: dict[str, Tensor]
+) -> None:
     drafts = TRAINED.max_draft_tokens
     for text in probe.acceptance(drafter_of(TRAINED, weights)):
         assert text.at_steps[:7] == [drafts] * 7
     table = offline_table(probe.acceptance(drafter_of(TRAINED, weights)), drafts)
     assert table.overall.length.value == pytest.approx(1 + drafts)
     assert list(table.by_context) == ["0 to 127"]
-    assert hardly_any(table.overall) == []
+    assert acceptance_findings(table.overall) == []
 
 
-def test_a_drafter_that_guesses_nothing_without_a_known_cause_is_unfit(
+def test_rejected_drafts_without_a_known_cause_are_an_error(
     target: Path, model: nn.Module, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path / "drafter", weights, TRAINED, "zlab")
     draws = torch.randint(256, (6, 80), generator=torch.Generator().manual_seed(0)).tolist()
     noise = [Text("noise", draw[:20], draw[20:]) for draw in draws]
-    found = examine(
+    found = diagnose(
         Probe(target, model, noise, range(LAYERS), torch.float32),
         read_target(target),
         read_checkpoint(tmp_path / "drafter"),
         TRAINED.max_draft_tokens,
-        SPECIALS,
+        MASK_CANDIDATES,
         torch.float32,
-        Silence(),
+        Progress.silent(),
     )
     assert [finding.name for finding in found.findings] == ["drafts-rejected"]
     assert found.repair is None
     assert len(found.tried) > 10
 
 
-def test_a_shorter_draft_is_judged_with_a_shorter_block_and_mended_with_the_whole(
+def test_fewer_draft_tokens_use_a_shorter_block_and_the_repair_keeps_the_whole_one(
     target: Path, model: nn.Module, probe: Probe, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     faulty = replace(TRAINED, mask_token_id=258)
     write_checkpoint(tmp_path / "faulty", weights, faulty, "zlab")
     checkpoint = read_checkpoint(tmp_path / "faulty")
     facts = read_target(target)
-    found = examine(probe, facts, checkpoint, 2, SPECIALS, torch.float32, Silence())
+    found = diagnose(probe, facts, checkpoint, 2, MASK_CANDIDATES, torch.float32, Progress.silent())
     assert len(found.offline.overall.by_position) == 2
     if found.repair is not None:
         assert found.repair.config.block_size == TRAINED.block_size
 
 
-def trial(gain: float, may_be_meant: bool) -> Trial:
+def trial(gain: float, may_be_intended: bool) -> Trial:
     difference = Interval(value=gain, low=gain * 0.5, high=gain * 1.5)
-    variant = Variant("window", "sliding_window: None -> 8", TRAINED, may_be_meant=may_be_meant)
+    variant = Variant(
+        "window", "sliding_window: None -> 8", TRAINED, may_be_intended=may_be_intended
+    )
     return Trial(variant, Gain(before=1.0, after=1.0 + gain, difference=difference), texts=5)
 
 
 def test_a_window_that_was_never_there_is_a_note_unless_it_gains_much() -> None:
-    around = Surroundings(LAYERS, TRAINED.rope, (), 5000)
-    added = [v for v in variants_of(TRAINED, around) if v.cause == "window"]
+    info = TargetInfo(LAYERS, TRAINED.rope, (), 5000)
+    added = [v for v in variants_of(TRAINED, info) if v.cause == "window"]
     assert len(added) == 4
-    assert all(variant.may_be_meant for variant in added)
+    assert all(variant.may_be_intended for variant in added)
     windowed = replace(TRAINED, layers=(LayerAttention(window=64),) * 2)
-    taken_away = next(v for v in variants_of(windowed, around) if v.cause == "window")
-    assert not taken_away.may_be_meant
+    taken_away = next(v for v in variants_of(windowed, info) if v.cause == "window")
+    assert not taken_away.may_be_intended
     wide = replace(TRAINED, layers=(LayerAttention(window=6000),) * 2)
     narrowed = [
-        v for v in variants_of(wide, around) if "-> None" not in v.edit and v.cause == "window"
+        v for v in variants_of(wide, info) if "-> None" not in v.edit and v.cause == "window"
     ]
     assert narrowed
-    assert all(variant.may_be_meant for variant in narrowed)
+    assert all(variant.may_be_intended for variant in narrowed)
 
-    assert findings_of([trial(0.04, True)])[0].gravity is Gravity.NOTE
+    assert findings_of([trial(0.04, True)])[0].severity is Severity.NOTE
     assert repair_of([trial(0.04, True)]) is None
-    assert findings_of([trial(0.04, False)])[0].gravity is Gravity.DOUBTFUL
+    assert findings_of([trial(0.04, False)])[0].severity is Severity.WARNING
     assert repair_of([trial(0.04, False)]) is not None
-    assert findings_of([trial(0.4, True)])[0].gravity is Gravity.UNFIT
+    assert findings_of([trial(0.4, True)])[0].severity is Severity.ERROR
     assert repair_of([trial(0.4, True)]) is not None
     assert findings_of([trial(0.005, False)]) == []
 
 
-def test_what_was_only_screened_is_no_finding() -> None:
+def test_a_variant_that_was_only_screened_is_not_a_finding() -> None:
     screened = replace(trial(0.4, False), texts=2)
     assert [f.name for f in findings_of([trial(0.04, False), screened])] == ["window"]
     assert findings_of([trial(0.0, False), screened]) == []
@@ -255,13 +277,13 @@ def test_context_buckets(length: int, name: str) -> None:
     assert context_bucket(length) == name
 
 
-def test_other_modes_are_those_that_give_other_tokens(target: Path) -> None:
-    modes = other_modes((), target, Chat(target, thinking=False), max_prompt=400)
+def test_other_modes_have_other_tokens(target: Path) -> None:
+    modes = other_modes((), target, Chat(target, thinking=False), max_tokens=400)
     assert set(modes) == {"without the chat template", "with thinking"}
     assert all(modes.values())
 
 
-def test_a_mode_that_accepts_more_is_named(
+def test_a_mode_with_higher_acceptance_is_named(
     target: Path, model: nn.Module, probe: Probe, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path / "drafter", weights, TRAINED, "zlab")
@@ -286,3 +308,64 @@ def test_a_mode_that_accepts_more_is_named(
 
     assert named(here=bad, there=good) == ["asked-in-another-mode"]
     assert named(here=good, there=bad) == []
+
+
+def up_by_one(drafter: Path) -> Variant:
+    return next(iter(shifted_taps(read_checkpoint(drafter).config, TARGET_INFO)))
+
+
+@pytest.mark.parametrize("to", ["zlab", "speculators"])
+def test_a_repair_changes_one_field_and_keeps_all_else(
+    drafter: Path, tmp_path: Path, to: str
+) -> None:
+    if to == "speculators":
+        convert(drafter, tmp_path / "converted", "speculators", "some/target")
+        drafter = tmp_path / "converted"
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"made_by": "somebody"}))
+    before = read_checkpoint(drafter)
+    fixed = write_repaired(drafter, up_by_one(drafter), tmp_path / "fixed")
+    assert fixed.config == replace(before.config, target_layer_ids=(2, 3, 4))
+    assert fixed.format == to
+    assert fixed.target_name == before.target_name
+    assert fixed.draft_tokens == before.draft_tokens
+    assert fixed.kept == before.kept
+    assert fixed.kept["made_by"] == "somebody"
+    old, new = load_weights(before), load_weights(fixed)
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    assert read_checkpoint(drafter) == before
+
+
+def test_a_repair_of_weights(drafter: Path, tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(drafter)
+    reverse = next(iter(tap_order(checkpoint.config, TARGET_INFO)))
+    fixed = write_repaired(drafter, reverse, tmp_path / "fixed")
+    old, new = load_weights(checkpoint)["fc.weight"], load_weights(fixed)["fc.weight"]
+    first, second, third = old.split(checkpoint.config.context_size, dim=1)
+    assert torch.equal(new, torch.cat([third, second, first], dim=1))
+
+
+def test_a_repair_fills_in_the_number_of_target_layers(drafter: Path, tmp_path: Path) -> None:
+    config = json.loads((drafter / "config.json").read_text())
+    del config["num_target_layers"]
+    (drafter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_target_layers"):
+        write_repaired(drafter, up_by_one(drafter), tmp_path / "fixed")
+    fixed = write_repaired(drafter, up_by_one(drafter), tmp_path / "fixed", target_layers=6)
+    assert fixed.config.target_num_layers == 6
+
+
+def test_a_repair_overwrites_nothing(drafter: Path, tmp_path: Path) -> None:
+    before = (drafter / "config.json").read_bytes()
+    for out in (drafter, tmp_path):
+        with pytest.raises(CheckpointError, match="a new or empty folder"):
+            write_repaired(drafter, up_by_one(drafter), out)
+    assert (drafter / "config.json").read_bytes() == before
+
+
+def test_a_repair_that_no_file_can_hold_is_refused(drafter: Path, tmp_path: Path) -> None:
+    config = replace(read_checkpoint(drafter).config, target_layer_ids=(1, 2, 5))
+    (variant,) = last_norm(config, TARGET_INFO)
+    with pytest.raises(CheckError, match="last-layer-norm"):
+        write_repaired(drafter, variant, tmp_path / "fixed")
+    assert not (tmp_path / "fixed").exists()
