@@ -207,7 +207,7 @@ def _tried_table(result: CheckResult) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    table.add_column("cause")
+    table.add_column("cause", overflow="fold")
     table.add_column("change", overflow="fold")
     for heading in ("before", "after", "difference", "95% interval"):
         table.add_column(heading, justify="right")

@@ -83,10 +83,8 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRes
         }
     )
     if settings.save is not None:
-        settings.save.parent.mkdir(parents=True, exist_ok=True)
         write_text(settings.save, result.model_dump_json(indent=2) + "\n")
     if settings.report is not None:
-        settings.report.parent.mkdir(parents=True, exist_ok=True)
         write_page(result, settings.report)
     return result
 
@@ -99,6 +97,7 @@ def _require_outputs(settings: CheckSettings) -> None:
         if path.is_dir():
             raise FileError(f"{flag} {path} is a folder, expected the name of a file.")
         require_writable(flag, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
     if settings.fix is not None:
         refuse_existing(settings.fix)
         require_writable("--fix", settings.fix)
