@@ -47,7 +47,7 @@ def client(
         registry.manifest(1),
         Swapper(engine),
         tmp_path / "numbers.json",
-        has_whole_blocks=True,
+        drafts_whole_blocks=True,
     )
     return TestClient(app)
 
@@ -116,7 +116,7 @@ def test_anything_but_one_whole_number_is_refused(
 ) -> None:
     asked = client.post("/leadout/swap", headers=RIGHT, content=body)
     assert asked.status_code == 422
-    assert 'wanted {"version": NUMBER}' in asked.json()["error"]
+    assert 'expected {"version": NUMBER}' in asked.json()["error"]
     assert engine.calls == []
 
 
@@ -130,7 +130,7 @@ def test_a_version_that_may_not_be_served_is_refused_by_name(
 ) -> None:
     publish(registry, tmp_path / "target", tmp_path, seed=2, spoil=with_nan)
     registry.mark_bad(2, "slow")
-    for version, words in {9: "does not exist", 2: "marked: slow", 3: "NaN"}.items():
+    for version, words in {9: "does not exist", 2: "marked as bad: slow", 3: "NaN"}.items():
         asked = client.post("/leadout/swap", headers=RIGHT, json={"version": version})
         assert asked.status_code == 409
         assert words in asked.json()["error"]

@@ -1,4 +1,4 @@
-"""Capture and newcomers inside a real scheduler, with and without drafts and live control."""
+"""Capture and rollout inside a real scheduler, with and without drafts and live control."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from leadout.engine.capture_store import read_info, segment_paths
-from leadout.engine.rollout import ServedNumbers
+from leadout.engine.rollout import ServedRequests, served_requests_file
 from leadout.engine.settings import (
     CAPTURE,
     LIVE,
@@ -20,7 +20,7 @@ from leadout.engine.settings import (
     Section,
     with_section,
 )
-from leadout.engine.small_files import read_small, small_file
+from leadout.engine.small_files import read_small
 from leadout.models import fingerprint
 from leadout.registry import Registry
 from leadout.shards import Sample, read_shard
@@ -115,17 +115,19 @@ def test_all_parts_work_in_one_scheduler(engine: Any, registry: Registry, tmp_pa
         said = asked(llm)
         hot = asked(llm, temperature=0.8)
         scheduler._capture.close()
-        numbers_path = small_file("served", llm.llm_engine.vllm_config.instance_id, 0)
-        numbers = read_small(numbers_path, ServedNumbers)
+        served_path = served_requests_file(llm.llm_engine.vllm_config)
+        served = read_small(served_path, ServedRequests)
     assert scheduler._control is not None
     kept = kept_in(tmp_path)
     assert {sample.temperature for sample in kept} == {0.0, 0.8}
     assert sorted(sample.response for sample in kept) == sorted([*said, *hot])
-    assert numbers is not None
-    assert not numbers_path.exists()
+    assert served is not None
+    assert not served_path.exists()
 
 
-def test_newcomers_find_nothing_from_before_a_reset(engine: Any, registry: Registry) -> None:
+def test_requests_after_a_reset_do_not_find_older_cache_entries(
+    engine: Any, registry: Registry
+) -> None:
     sections = {REGISTRY: RegistrySettings(folder=registry.folder)}
     drafter = {
         "method": "dflash",
@@ -146,13 +148,13 @@ def test_newcomers_find_nothing_from_before_a_reset(engine: Any, registry: Regis
         assert cached_for("first") == 0
         assert cached_for("second") > 0
         assert inner.reset_prefix_cache() is False  # requests run
-        assert cached_for("newcomer") == 0
-        assert cached_for("another") > 0  # what the newcomer left
+        assert cached_for("later") == 0
+        assert cached_for("another") > 0  # the blocks of "later"
         while inner.has_unfinished_requests():
             inner.step()
         assert scheduler._tally.requests == 2
         assert inner.reset_prefix_cache() is True
-        assert scheduler._salt is None
+        assert scheduler._cache_salt is None
         assert scheduler._tally.requests == 0
 
 

@@ -134,7 +134,7 @@ def test_swaps_under_load_change_no_answer(
     swapped = [entry for entry in world.registry.ledger() if entry.event == "swapped"]
     assert [entry.version for entry in swapped] == [2, 1, 2]
     assert all(entry.evidence["cache_emptied"] is False for entry in swapped)  # requests ran
-    assert "no longer watches" not in server.log.read_text()
+    assert "is off after an error" not in server.log.read_text()
 
 
 def test_only_the_key_opens_the_endpoints(server: Server) -> None:
@@ -165,8 +165,8 @@ def spoil_bytes(world: World) -> int:
 
 BAD: dict[Callable[[World], int], str] = {
     spoil_nan: "NaN or infinite",
-    spoil_shape: "block_size is 4; expected 5",
-    spoil_target: "target_fingerprint",
+    spoil_shape: "has block_size 4, but the drafter in service has 5",
+    spoil_target: "trained for the target with fingerprint",
     spoil_bytes: "changed since publishing",
 }
 
@@ -192,7 +192,7 @@ def test_a_version_that_falls_short_is_rolled_back(
     world: World, server: Server, bare: list[list[int]]
 ) -> None:
     version = world.publish(seed=3, parent=1, expected_length=3.5)
-    world.registry.point_to(version, "promises much")
+    world.registry.point_to(version, "high expected acceptance")
     world.wait_for(lambda entry: (entry.event, entry.version) == ("swapped", version))
     for place in range(32):
         assert answer(server.url, PROMPTS[place % 8], TOKENS) == bare[place % 8]

@@ -1,6 +1,6 @@
-"""Stands for vLLM's client of an engine with two workers, each of which can fail on demand.
+"""A fake of vLLM's engine client with two workers, each of which can be made to fail.
 
-A worker reads versions as the real one does and only notes which it has loaded.
+A worker reads versions as the real one does, and only remembers which one it has loaded.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from leadout.engine.hot_swap import Staged, read_version
+from leadout.engine.hot_swap import LoadedVersion, load_version
 from leadout.registry import Registry
 from support.version_registry import CONFIG
 
@@ -18,15 +18,15 @@ class Worker:
         self.loaded: int | None = version
         self.fails_at: set[str] = set()
         self._registry, self._target = registry, target
-        self._new: Staged | None = None
-        self._old: Staged | None = None
+        self._new: LoadedVersion | None = None
+        self._old: LoadedVersion | None = None
         self._error: str | None = None
 
-    def leadout_begin(self, version: int, serving: int) -> None:
+    def leadout_begin(self, version: int, current: int) -> None:
         self._error = None
         try:
-            self._new = read_version(self._registry, version, CONFIG, self._target)
-            self._old = read_version(self._registry, serving, CONFIG, self._target)
+            self._new = load_version(self._registry, version, CONFIG, self._target)
+            self._old = load_version(self._registry, current, CONFIG, self._target)
         except Exception as error:
             self._error = str(error)
 
@@ -45,10 +45,10 @@ class Worker:
     def leadout_end(self) -> None:
         self._new = self._old = None
 
-    def _load(self, name: str, staged: Staged | None) -> dict[str, Any]:
-        assert staged is not None
+    def _load(self, name: str, loaded: LoadedVersion | None) -> dict[str, Any]:
+        assert loaded is not None
         failed = name in self.fails_at
-        self.loaded = None if failed else staged.version
+        self.loaded = None if failed else loaded.version
         return {"error": f"{name} failed" if failed else None, "seconds": 0.01}
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm.v1.request import RequestStatus
 
 from leadout.engine.capture_store import SOURCE, SegmentWriter, info_of_target, sample_id
-from leadout.engine.fail_safe import FailSafe
+from leadout.engine.fail_safe import FailSafe, LimitedLog
 from leadout.engine.settings import (
     CAPTURE,
     CaptureSettings,
@@ -33,14 +33,11 @@ from leadout.engine.settings import (
 from leadout.engine.small_files import small_file, write_small
 from leadout.shards import Sample, ShardError
 
-logger = logging.getLogger("vllm.leadout")
-
 REQUEST_ARGUMENT = "leadout_capture"  # in a request's `vllm_xargs`
 ON = "on"  # any other value opts the request out
 
 MAX_QUEUED = 256  # requests
 SECONDS_BEFORE_RETRY = 1.0  # after an error of the disk
-SECONDS_BETWEEN_LOG_LINES = 60.0
 SECONDS_BETWEEN_EXPIRIES = 60.0
 SECONDS_BETWEEN_COUNTERS = 1.0
 
@@ -84,7 +81,7 @@ class Capture:
         self._counters_path = counters_path
         self._queue: Queue[FinishedRequest | None] = Queue(MAX_QUEUED)  # None ends the thread
         self._retry_at = 0.0
-        self._last_log_line = -SECONDS_BETWEEN_LOG_LINES
+        self._log = LimitedLog(logging.WARNING)
         self._thread = threading.Thread(target=self._run, name="leadout-capture", daemon=True)
         self._thread.start()
 
@@ -163,12 +160,7 @@ class Capture:
             return None
 
     def _warn(self, problem: str) -> None:
-        now = time.monotonic()
-        if now - self._last_log_line >= SECONDS_BETWEEN_LOG_LINES:
-            self._last_log_line = now
-            logger.warning(
-                "Leadout drops requests from the captured traffic: %s. Serving goes on.", problem
-            )
+        self._log("Leadout drops requests from the captured traffic: %s. Serving goes on.", problem)
 
 
 def make_capture(vllm_config: Any) -> Capture:

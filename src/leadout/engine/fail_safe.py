@@ -14,6 +14,7 @@ The first exception is logged, calls `on_failure` and turns `is_on` to False; th
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -22,6 +23,8 @@ from leadout.engine.plugin import SWITCH
 
 # A child of vLLM's logger, so that VLLM_LOGGING_LEVEL governs it.
 logger = logging.getLogger("vllm.leadout")
+
+SECONDS_BETWEEN_LOG_LINES = 60.0
 
 
 class FailSafe:
@@ -57,3 +60,17 @@ class FailSafe:
             with suppress(Exception):
                 self._on_failure()
         return True
+
+
+class LimitedLog:
+    """Logs at most one line a minute, for problems that may repeat with every request."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+        self._last_line = -SECONDS_BETWEEN_LOG_LINES
+
+    def __call__(self, message: str, *values: object) -> None:
+        now = time.monotonic()
+        if now - self._last_line >= SECONDS_BETWEEN_LOG_LINES:
+            self._last_line = now
+            logger.log(self._level, message, *values)

@@ -1,4 +1,10 @@
-"""A version of the registry read into memory, with all that must hold before it may be served."""
+"""Replaces the drafter of a running server, on all of its workers or on none.
+
+`Swapper` runs in vLLM's API process. It asks every worker (`SwapExtension`) to read and check the
+new version while requests continue. Only when all workers have read the same bytes are the weights
+replaced, in one call that vLLM carries out between two steps. If a worker fails then, all of them
+load the previous weights again.
+"""
 
 from __future__ import annotations
 
@@ -16,225 +22,60 @@ from typing import Any
 
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
-from leadout.checkpoints import CheckpointError, load_weights, read_checkpoint
-from leadout.checkpoints.errors import Phrase
+from leadout.checkpoints import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import followed_registry
 from leadout.errors import LeadoutError
 from leadout.models import fingerprint, local_folder
-from leadout.registry import MANIFEST, Registry
+from leadout.registry import Registry
 
-
-@dataclass(frozen=True)
-class Staged:
-    version: int
-    weights: dict[str, Tensor]
-    digest: str  # of the manifest, which has those of all files
-
-
-def read_version(registry: Registry, version: int, serving: DrafterConfig, target: Path) -> Staged:
-    """The published bytes, for this target, of the serving drafter's shape, all values finite."""
-    manifest = registry.verify(version)
-    folder = registry.path(version)
-    found = _fingerprint_of(target)
-    if manifest.target_fingerprint != found:
-        raise CheckpointError(
-            folder / MANIFEST,
-            "target_fingerprint",
-            Phrase(f"is {manifest.target_fingerprint[:12]}"),
-            f"{found[:12]}, that of the served target",
-            "Use a registry of its own for every target.",
-        )
-    checkpoint = read_checkpoint(folder)
-    _require_same_shape(checkpoint.config, serving, folder)
-    digest = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
-    return Staged(version, load_weights(checkpoint), digest)
-
-
-def _require_same_shape(found: DrafterConfig, serving: DrafterConfig, folder: Path) -> None:
-    """Everything but the weights is built into a running engine."""
-    for field in fields(DrafterConfig):
-        new, old = getattr(found, field.name), getattr(serving, field.name)
-        if new != old:
-            raise CheckpointError(
-                folder,
-                field.name,
-                new,
-                f"{old!r}, that of the drafter in service",
-                "Only weights can be replaced in a running server; start one on this version.",
-            )
-
-
-@lru_cache
-def _fingerprint_of(target: Path) -> str:
-    """Once for a process: a served target's files do not change under it."""
-    return fingerprint(target)
-
-
-# What each worker of vLLM does in a swap (`worker_extension_cls`), called by `swap.Swapper`.
-#
-#     leadout_begin(version)    read and check it, in a thread, while steps go on
-#     leadout_state()           how far that is
-#     leadout_commit(version)   replace the drafter's weights, within one call: between two steps
-#     leadout_undo()            put the weights from before back
-#     leadout_end()             forget what was read
-#
-# A call never raises: with several workers vLLM would leave the others' answers unread.
-
-logger = init_logger("vllm.leadout")
-
-
-class Reading:
-    """One version, and the one in service for the way back, read in a thread."""
-
-    def __init__(self, worker: Any, version: int, serving: int) -> None:
-        self.version = version
-        self.new: Staged | None = None
-        self.old: Staged | None = None
-        self.error: str | None = None
-        self._worker = worker
-        self._thread = threading.Thread(
-            target=self._read, args=(version, serving), name="leadout-swap", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _read(self, version: int, serving: int) -> None:
-        try:
-            config = self._worker.vllm_config
-            registry = followed_registry(config)
-            if registry is None:
-                raise ValueError("found no registry in this server's settings, wanted one")
-            shape = self._worker.get_draft_model().drafter_config
-            target = local_folder(config.model_config.model)
-            self.new = read_version(registry, version, shape, target)
-            self.old = read_version(registry, serving, shape, target)
-        except Exception as error:  # told to the caller, who decides
-            self.error = f"{error}" if str(error) else type(error).__name__
-
-
-class SwapExtension:
-    """Mixed into vLLM's worker class, whose attributes it uses."""
-
-    def leadout_begin(self, version: int, serving: int) -> None:
-        self._leadout_reading: Reading | None = Reading(self, version, serving)
-
-    def leadout_state(self) -> dict[str, Any]:
-        reading = getattr(self, "_leadout_reading", None)
-        if reading is None:
-            return {"done": True, "error": "nothing is being read", "digest": None}
-        digest = reading.new.digest if reading.is_done and reading.new is not None else None
-        return {"done": reading.is_done, "error": reading.error, "digest": digest}
-
-    def leadout_commit(self, version: int) -> dict[str, Any]:
-        reading = getattr(self, "_leadout_reading", None)
-        if reading is None or reading.version != version or reading.new is None:
-            return {"error": f"version {version} was not read here", "seconds": 0.0}
-        return self._leadout_replace(reading.new)
-
-    def leadout_undo(self) -> dict[str, Any]:
-        reading = getattr(self, "_leadout_reading", None)
-        if reading is None or reading.old is None:
-            return {"error": "the version before was not read here", "seconds": 0.0}
-        return self._leadout_replace(reading.old)
-
-    def leadout_end(self) -> None:
-        self._leadout_reading = None
-
-    def _leadout_replace(self, staged: Staged) -> dict[str, Any]:
-        begun = time.perf_counter()
-        error = None
-        try:
-            replace_weights(self, staged.weights)
-        except Exception as problem:
-            logger.exception("Leadout could not load version %d", staged.version)
-            error = f"{type(problem).__name__}: {problem}"
-        return {"error": error, "seconds": time.perf_counter() - begun}
-
-
-def replace_weights(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Load a drafter's weights into the one that runs; its tensors stay where they are.
-
-    Nothing may step in between: vLLM takes the layers apart, the target's shared ones included.
-    """
-    drafter = worker.get_draft_model()
-    draft_config = worker.vllm_config.speculative_config.draft_model_config
-    with set_current_vllm_config(worker.vllm_config), _no_word_on_borrowed_layers():
-        initialize_layerwise_reload(drafter)
-        try:
-            drafter.load_weights(weights.items())
-        finally:  # whatever was not loaded gets its tensors back
-            finalize_layerwise_reload(drafter, draft_config)
-
-
-@contextmanager
-def _no_word_on_borrowed_layers() -> Iterator[None]:
-    """Leave out vLLM's warning that the target's embedding and head were not in the file."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in record.getMessage()
-
-    reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    reload.addFilter(is_other)
-    try:
-        yield
-    finally:
-        reload.removeFilter(is_other)
-
-
-# Replaces the drafter of a running server, on all of its workers or on none.
-#
-# Every worker reads and checks the version itself while requests go on. Only when all have the same
-# bytes are the weights replaced, in one call that vLLM carries out between two steps. If a worker
-# fails at that, all put the weights from before back.
-
-logger = logging.getLogger("vllm.leadout")  # governed by VLLM_LOGGING_LEVEL
+logger = logging.getLogger("vllm.leadout")
 
 POLL_SECONDS = 0.1
-MOST_SECONDS_TO_READ = 600.0
+MAX_READ_SECONDS = 600.0
 
 
 class SwapRefusedError(LeadoutError):
-    """The server goes on with the drafter it has; the message says why."""
+    """The version cannot be served; the server continues with its current drafter."""
 
 
 class SwapFailedError(LeadoutError):
-    """Neither the new weights nor those from before could be loaded on every worker.
+    """Neither the new nor the previous weights could be loaded on every worker.
 
-    Answers stay right, for the target checks every draft; but drafts may be worthless.
+    Answers stay correct, since the target verifies every draft, but drafts may be worthless.
     """
 
 
 @dataclass(frozen=True)
 class Swapped:
+    """A swap that succeeded; all but `at` goes into the registry's ledger."""
+
     workers: int
-    read_seconds: float  # beside the running requests
-    pause_seconds: float  # in which no step was made, on the slowest worker
-    cache_emptied: bool  # at once; otherwise old entries are out of reach of new requests
-    at: float  # requests that came after it, in seconds of the epoch, are the new drafter's
+    read_seconds: float  # while requests continued
+    pause_seconds: float  # without a step, on the slowest worker
+    cache_emptied: bool  # if not, new requests still cannot reach the old entries
+    at: float  # Unix time; requests that arrive later are drafted for by the new version
 
 
 class Swapper:
+    """Swaps the drafter through vLLM's engine client."""
+
     def __init__(self, engine: Any) -> None:
-        """`engine` is vLLM's client of its engine."""
         self._engine = engine
 
-    async def swap(self, version: int, serving: int) -> Swapped:
-        begun = time.monotonic()
+    async def swap(self, version: int, current: int) -> Swapped:
+        """Replace version `current` by `version`; SwapRefusedError if nothing has changed."""
+        started = time.monotonic()
         try:
-            await self._read(version, serving)
-            read_seconds = time.monotonic() - begun
-            done = await self._engine.collective_rpc("leadout_commit", args=(version,))
-            errors = [worker["error"] for worker in done if worker["error"] is not None]
+            await self._read(version, current)
+            read_seconds = time.monotonic() - started
+            results = await self._engine.collective_rpc("leadout_commit", args=(version,))
+            errors = _errors(results)
             if errors:
                 await self._undo()
                 raise SwapRefusedError(f"version {version} could not be loaded: {errors[0]}")
@@ -242,29 +83,186 @@ class Swapper:
             await self._engine.collective_rpc("leadout_end")
         at = time.time()
         emptied = await self._engine.reset_prefix_cache()
-        pause = max(worker["seconds"] for worker in done)
-        return Swapped(len(done), read_seconds, pause, bool(emptied), at)
+        pause = max(result["seconds"] for result in results)
+        return Swapped(len(results), read_seconds, pause, bool(emptied), at)
 
-    async def _read(self, version: int, serving: int) -> None:
-        await self._engine.collective_rpc("leadout_begin", args=(version, serving))
-        deadline = time.monotonic() + MOST_SECONDS_TO_READ
+    async def _read(self, version: int, current: int) -> None:
+        await self._engine.collective_rpc("leadout_begin", args=(version, current))
+        deadline = time.monotonic() + MAX_READ_SECONDS
         while True:
-            workers = await self._engine.collective_rpc("leadout_state")
-            errors = [worker["error"] for worker in workers if worker["error"] is not None]
+            states = await self._engine.collective_rpc("leadout_state")
+            errors = _errors(states)
             if errors:
                 raise SwapRefusedError(errors[0])
-            if all(worker["done"] for worker in workers):
+            if all(state["done"] for state in states):
                 break
             if time.monotonic() > deadline:
                 raise SwapRefusedError(
-                    f"version {version} was not read within {MOST_SECONDS_TO_READ:.0f} s"
+                    f"reading version {version} took longer than {MAX_READ_SECONDS:.0f} s"
                 )
             await asyncio.sleep(POLL_SECONDS)
-        if len({worker["digest"] for worker in workers}) != 1:
-            raise SwapRefusedError(f"version {version}: the workers read different files")
+        if len({state["digest"] for state in states}) != 1:
+            raise SwapRefusedError(f"the workers read different files of version {version}")
 
     async def _undo(self) -> None:
-        undone = await self._engine.collective_rpc("leadout_undo")
-        errors = [worker["error"] for worker in undone if worker["error"] is not None]
+        errors = _errors(await self._engine.collective_rpc("leadout_undo"))
         if errors:
-            raise SwapFailedError(f"the drafter from before could not be put back: {errors[0]}")
+            raise SwapFailedError(f"the previous drafter could not be loaded again: {errors[0]}")
+
+
+def _errors(results: list[dict[str, Any]]) -> list[str]:
+    return [result["error"] for result in results if result["error"] is not None]
+
+
+@dataclass(frozen=True)
+class LoadedVersion:
+    """A version in memory, ready to be served."""
+
+    version: int
+    weights: dict[str, Tensor]
+    digest: str  # of the manifest, which contains the hashes of all files
+
+
+def load_version(
+    registry: Registry, version: int, serving: DrafterConfig, target: Path
+) -> LoadedVersion:
+    """Read a version, and refuse it unless it can replace the drafter in service.
+
+    Its files must be those that were published, for this target, with all values finite, and its
+    configuration must be that of the drafter in service: only weights can be replaced.
+    """
+    manifest = registry.verify(version)
+    target_fingerprint = _fingerprint(target)
+    if manifest.target_fingerprint != target_fingerprint:
+        raise SwapRefusedError(
+            f"version {version} was trained for the target with fingerprint "
+            f"{manifest.target_fingerprint[:12]}, but this server's target has "
+            f"{target_fingerprint[:12]}. Use a separate registry for every target."
+        )
+    checkpoint = read_checkpoint(registry.path(version))
+    for field in fields(DrafterConfig):
+        new, current = getattr(checkpoint.config, field.name), getattr(serving, field.name)
+        if new != current:
+            raise SwapRefusedError(
+                f"version {version} has {field.name} {new!r}, but the drafter in service has "
+                f"{current!r}. A running server can replace weights only; restart it to serve "
+                "this version."
+            )
+    digest = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
+    return LoadedVersion(version, load_weights(checkpoint), digest)
+
+
+@lru_cache
+def _fingerprint(target: Path) -> str:
+    """Computed once per process: the files of a served target do not change."""
+    return fingerprint(target)
+
+
+class SwapExtension:
+    """The worker's part of a swap, mixed into vLLM's worker class (`worker_extension_cls`).
+
+    leadout_begin(version, current)   read and check both, in a thread, while steps continue
+    leadout_state()                   whether that is done
+    leadout_commit(version)           replace the weights within this call, so between two steps
+    leadout_undo()                    load the weights of `current` again
+    leadout_end()                     free what was read
+
+    No call raises: with several workers vLLM would leave the results of the others unread.
+    """
+
+    def leadout_begin(self, version: int, current: int) -> None:
+        self._leadout_reader: _Reader | None = _Reader(self, version, current)
+
+    def leadout_state(self) -> dict[str, Any]:
+        reader = getattr(self, "_leadout_reader", None)
+        if reader is None:
+            return {"done": True, "error": "no version is being read", "digest": None}
+        digest = reader.new.digest if reader.is_done and reader.new is not None else None
+        return {"done": reader.is_done, "error": reader.error, "digest": digest}
+
+    def leadout_commit(self, version: int) -> dict[str, Any]:
+        reader = getattr(self, "_leadout_reader", None)
+        if reader is None or reader.version != version or reader.new is None:
+            return {"error": f"this worker has not read version {version}", "seconds": 0.0}
+        return self._leadout_replace(reader.new)
+
+    def leadout_undo(self) -> dict[str, Any]:
+        reader = getattr(self, "_leadout_reader", None)
+        if reader is None or reader.previous is None:
+            return {"error": "this worker has not read the previous version", "seconds": 0.0}
+        return self._leadout_replace(reader.previous)
+
+    def leadout_end(self) -> None:
+        self._leadout_reader = None
+
+    def _leadout_replace(self, loaded: LoadedVersion) -> dict[str, Any]:
+        started = time.perf_counter()
+        error = None
+        try:
+            replace_weights(self, loaded.weights)
+        except Exception as problem:
+            logger.exception("Leadout could not load version %d", loaded.version)
+            error = f"{type(problem).__name__}: {problem}"
+        return {"error": error, "seconds": time.perf_counter() - started}
+
+
+class _Reader:
+    """Reads the new version, and the current one in case of an undo, in a thread."""
+
+    def __init__(self, worker: Any, version: int, current: int) -> None:
+        self.version = version
+        self.new: LoadedVersion | None = None
+        self.previous: LoadedVersion | None = None
+        self.error: str | None = None
+        self._worker = worker
+        self._thread = threading.Thread(
+            target=self._read, args=(version, current), name="leadout-swap", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _read(self, version: int, current: int) -> None:
+        try:
+            vllm_config = self._worker.vllm_config
+            registry = followed_registry(vllm_config)
+            if registry is None:
+                raise SwapRefusedError("this server follows no registry")
+            config = self._worker.get_draft_model().drafter_config
+            target = local_folder(vllm_config.model_config.model)
+            self.new = load_version(registry, version, config, target)
+            self.previous = load_version(registry, current, config, target)
+        except Exception as error:  # reported to the Swapper
+            self.error = str(error) or type(error).__name__
+
+
+def replace_weights(worker: Any, weights: Mapping[str, Tensor]) -> None:
+    """Load weights into the drafter of a worker; its tensors keep their addresses.
+
+    No step may run meanwhile: vLLM takes the layers apart, including those shared with the target.
+    """
+    drafter = worker.get_draft_model()
+    draft_config = worker.vllm_config.speculative_config.draft_model_config
+    with set_current_vllm_config(worker.vllm_config), _without_missing_weights_warning():
+        initialize_layerwise_reload(drafter)
+        try:
+            drafter.load_weights(weights.items())
+        finally:  # gives layers that were not loaded their tensors back
+            finalize_layerwise_reload(drafter, draft_config)
+
+
+@contextmanager
+def _without_missing_weights_warning() -> Iterator[None]:
+    """Hide vLLM's warning about the target's embedding and head, which no drafter file contains."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    reload_logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        reload_logger.removeFilter(is_other)

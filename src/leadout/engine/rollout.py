@@ -1,12 +1,11 @@
-"""The scheduler's part of a swap: requests that come after it have nothing of the old drafter.
+"""Rolls drafter versions out to a running server: follow the pointer, compare, roll back.
 
-A drafter's keys and values of a text lie in the same cache blocks as the target's. After a swap the
-cached ones are the old drafter's: right text, but drafts that suit it less. vLLM empties its prefix
-cache only when no request runs. So at the reset that follows a swap, requests that come later get
-another salt in their block hashes: they find none of the old blocks, which are evicted in time.
-Requests under way keep what they have.
-
-Whole answers of those newcomers are tallied, for the watch over what was promised of the drafter.
+- `Follower` keeps a server on the version that the registry's pointer names.
+- `ServingDrafter` is the version that the server runs. All changes go through it, one at a time. It
+  compares the acceptance length of requests since the swap with what was expected of the version,
+  and rolls the version back if they fall short.
+- `RolloutMixin` is the scheduler's part: it counts those requests, and keeps the old drafter's
+  cache entries from them.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.control.rollback import ShortfallTest, Tally
 from leadout.engine.capture_store import SOURCE
+from leadout.engine.fail_safe import FailSafe, LimitedLog
 from leadout.engine.hot_swap import SwapFailedError, Swapped, Swapper, SwapRefusedError
 from leadout.engine.small_files import read_small, small_file, write_small
 from leadout.errors import LeadoutError
-from leadout.registry import Event, Manifest, Pointer, Registry
+from leadout.registry import Event, Evidence, Manifest, Pointer, Registry
 
-logger = logging.getLogger("vllm.leadout")  # governed by VLLM_LOGGING_LEVEL
+logger = logging.getLogger("vllm.leadout")
 
-NUMBERS = "served"
-SECONDS_BETWEEN_NUMBERS = 1.0
+POLL_SECONDS = 2.0
+SECONDS_BETWEEN_WRITES = 1.0
 
 
-class ServedNumbers(BaseModel):
-    """Requests that came after `since`, seconds of the epoch, and have ended."""
+class ServedRequests(BaseModel):
+    """Finished requests that arrived after `since` (Unix time), in a file of the scheduler's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,148 +46,54 @@ class ServedNumbers(BaseModel):
     tally: Tally
 
 
-class Newcomers:
-    """Goes before a scheduler class of vLLM's; an error costs one log line and the tally."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        config = settings["vllm_config"]
-        engine = config.parallel_config.data_parallel_rank
-        self._numbers_path = small_file(NUMBERS, config.instance_id, engine)
-        self._resets = 0
-        self._salt: str | None = None
-        self._open: dict[str, list[int]] = {}  # by request: steps with a whole block, tokens
-        self._tally = Tally()
-        self._is_tallying = True
-        self._begin_tally()
-
-    def add_request(self, request: Any) -> None:
-        if self._salt is not None:
-            _salt(request, self._salt)
-        self._open[request.request_id] = [0, 0]
-        super().add_request(request)  # type: ignore[misc]
-
-    def reset_prefix_cache(self, *arguments: Any, **settings: Any) -> bool:
-        is_empty: bool = super().reset_prefix_cache(*arguments, **settings)  # type: ignore[misc]
-        self._resets += 1
-        self._salt = None if is_empty else f"#leadout-{self._resets}"
-        self._begin_tally()
-        return is_empty
-
-    def make_spec_decoding_stats(self, *arguments: Any, **settings: Any) -> Any:
-        try:
-            self._count_step(**settings)
-        except Exception as error:
-            self._stop_tally(error)
-        return super().make_spec_decoding_stats(*arguments, **settings)  # type: ignore[misc]
-
-    def _free_request(self, request: Any, *arguments: Any, **settings: Any) -> Any:
-        steps, tokens = self._open.pop(request.request_id, (0, 0))
-        if steps:
-            self._tally = self._tally.with_request(steps, tokens)
-            is_last = len(self.requests) == 1  # type: ignore[attr-defined]
-            if is_last or time.monotonic() - self._told >= SECONDS_BETWEEN_NUMBERS:
-                self._tell()
-        return super()._free_request(request, *arguments, **settings)  # type: ignore[misc]
-
-    def shutdown(self) -> None:
-        with suppress(OSError):
-            self._numbers_path.unlink(missing_ok=True)
-        super().shutdown()  # type: ignore[misc]
-
-    def _begin_tally(self) -> None:
-        self._since = time.time()
-        self._tally = Tally()
-        self._open.clear()  # those under way are no newcomers
-        self._tell()
-
-    def _count_step(
-        self,
-        *,
-        request_id: str,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-    ) -> None:
-        """Only steps with as many drafts as the server can make are held against a promise."""
-        counts = self._open.get(request_id)
-        verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
-        if counts is not None and verified == self.num_spec_tokens:  # type: ignore[attr-defined]
-            counts[0] += 1
-            counts[1] += num_accepted_tokens + 1
-
-    def _tell(self) -> None:
-        self._told = time.monotonic()
-        if self._is_tallying:
-            try:
-                write_small(ServedNumbers(since=self._since, tally=self._tally), self._numbers_path)
-            except OSError as error:
-                self._stop_tally(error)
-
-    def _stop_tally(self, error: Exception) -> None:
-        self._open.clear()
-        if self._is_tallying:
-            self._is_tallying = False
-            logger.error(
-                "Leadout no longer watches whether the drafter keeps its promise: %s: %s. Serving "
-                "goes on.",
-                type(error).__name__,
-                error,
-            )
+def served_requests_file(vllm_config: Any) -> Path:
+    engine = vllm_config.parallel_config.data_parallel_rank
+    return small_file("served", vllm_config.instance_id, engine)
 
 
-def _salt(request: Any, salt: str) -> None:
-    """Let a request, whose blocks vLLM has hashed already, find none from before."""
-    request.cache_salt = f"{request.cache_salt or ''}{salt}"
-    request.block_hashes.clear()
-    request.update_block_hashes()
-
-
-# Which version a server runs, and whether it keeps what was promised of it.
-#
-# All changes go through here, one at a time: those by the pointer and those by hand.
-
-logger = logging.getLogger("vllm.leadout")  # governed by VLLM_LOGGING_LEVEL
-
-Watching = Literal["off", "watching", "kept", "short"]
+WatchState = Literal["off", "watching", "passed", "failed"]
 
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """What `GET /leadout/drafter` answers."""
+    """The answer to `GET /leadout/drafter`."""
 
     version: int
     fingerprint: str
     since: str  # UTC
-    requests: int  # that came since then and have ended
+    requests: int  # arrived since then and finished
     steps: int
     acceptance_length: float | None
-    promised_low: float | None  # of the traffic, lower end of the interval
-    watch: Watching
+    expected_low: float | None  # lower end of the interval that was measured before publishing
+    watch: WatchState  # whether the acceptance length is compared with it
 
 
 class ServingDrafter:
-    """The drafter of this server."""
+    """The version that this server runs."""
 
     def __init__(
         self,
         registry: Registry,
         manifest: Manifest,
         swapper: Swapper,
-        numbers: Path,
+        served_path: Path,
         *,
-        has_whole_blocks: bool,
+        drafts_whole_blocks: bool,
     ) -> None:
-        """`has_whole_blocks`: as many drafts are made as the promises were measured with."""
+        """`manifest` is that of the version that the server started with.
+
+        `drafts_whole_blocks`: the server drafts as many tokens as the drafter can, which is how
+        expected acceptance is measured.
+        """
         self._registry = registry
         self._manifest = manifest
         self._swapper = swapper
-        self._numbers = numbers
-        self._has_whole_blocks = has_whole_blocks
+        self._served_path = served_path
+        self._drafts_whole_blocks = drafts_whole_blocks
         self._since = time.time()
-        self._counted_from = 0.0  # at the start all requests are new
+        self._counted_since = 0.0  # before the first swap every request counts
         self._watch: ShortfallTest | None = None
-        self._is_short = False
+        self._has_failed = False
         self._change = asyncio.Lock()
 
     @property
@@ -195,41 +101,41 @@ class ServingDrafter:
         return self._manifest.version
 
     async def change_to(self, version: int, why: str) -> Swapped | None:
-        """Swap to a version; None if it is already served. SwapRefusedError: nothing changed."""
-        # A client that hangs up must not end it half-way.
+        """Swap to a version; None if it is served already. SwapRefusedError: nothing changed."""
+        # A client that disconnects must not interrupt a swap.
         return await asyncio.shield(self._change_to(version, why))
 
     async def _change_to(self, version: int, why: str) -> Swapped | None:
         async with self._change:
-            before = self._manifest
-            if version == before.version:
+            previous = self._manifest
+            if version == previous.version:
                 return None
             try:
-                manifest = await asyncio.to_thread(self._permitted, version)
-                swapped = await self._swapper.swap(version, before.version)
+                manifest = await asyncio.to_thread(self._servable, version)
+                swapped = await self._swapper.swap(version, previous.version)
             except (LeadoutError, OSError) as problem:
-                logger.error("Leadout refuses version %d: %s", version, problem)
-                await self.note("refused", version, str(problem), {})
+                logger.error("Leadout refuses version %d of the drafter: %s", version, problem)
+                await self.record("refused", version, str(problem))
                 if isinstance(problem, SwapFailedError):
                     raise
                 raise SwapRefusedError(str(problem)) from None
             self._manifest = manifest
-            self._since = self._counted_from = swapped.at
-            self._is_short = False
-            self._watch = self._watch_over(manifest, before)
+            self._since = self._counted_since = swapped.at
+            self._has_failed = False
+            self._watch = self._watch_for(manifest, previous)
         logger.info(
-            "Leadout serves version %d of the drafter instead of %d; the swap paused steps for "
+            "Leadout serves version %d of the drafter instead of %d; the swap paused serving for "
             "%.0f ms",
             version,
-            before.version,
+            previous.version,
             1000 * swapped.pause_seconds,
         )
         facts = {name: value for name, value in asdict(swapped).items() if name != "at"}
-        await self.note("swapped", version, why, {"from": before.version, **facts})
+        await self.record("swapped", version, why, {"from": previous.version, **facts})
         return swapped
 
-    async def has_fallen_short(self) -> bool:
-        """Whether new requests accept less than was promised; the version is then given up."""
+    async def roll_back_if_below_expected(self) -> bool:
+        """Give the version up if requests since the swap accept less than was expected of it."""
         watch, version = self._watch, self.version
         if watch is None or watch.is_finished:
             return False
@@ -237,22 +143,23 @@ class ServingDrafter:
         shortfall = watch.check(tally) if watch is self._watch else None
         if shortfall is None:
             return False
-        self._watch, self._is_short = None, True
+        self._watch, self._has_failed = None, True
         why = str(shortfall)
         logger.warning("Leadout rolls back version %d of the drafter: %s", version, why)
         pointer = await asyncio.to_thread(self._registry.roll_back, version, why)
         if pointer is not None:
-            evidence = {"to": pointer.version, **asdict(shortfall)}
-            await self.note("rolled_back", version, why, evidence)
+            await self.record(
+                "rolled_back", version, why, {"to": pointer.version, **asdict(shortfall)}
+            )
         return True
 
     async def report(self) -> DrafterReport:
-        tally, promise = await self._tally(), self._manifest.promises.get(SOURCE)
-        watch: Watching = "off"
-        if self._is_short:
-            watch = "short"
+        tally, expected = await self._tally(), self._manifest.promises.get(SOURCE)
+        watch: WatchState = "off"
+        if self._has_failed:
+            watch = "failed"
         elif self._watch is not None:
-            watch = "kept" if self._watch.is_finished else "watching"
+            watch = "passed" if self._watch.is_finished else "watching"
         return DrafterReport(
             version=self.version,
             fingerprint=self._manifest.fingerprint,
@@ -260,83 +167,78 @@ class ServingDrafter:
             requests=tally.requests,
             steps=tally.steps,
             acceptance_length=tally.acceptance_length,
-            promised_low=None if promise is None else promise.low,
+            expected_low=None if expected is None else expected.low,
             watch=watch,
         )
 
-    async def note(
-        self,
-        event: Event,
-        version: int,
-        why: str,
-        evidence: dict[str, float | int | str | bool],
+    async def record(
+        self, event: Event, version: int, why: str, evidence: Evidence | None = None
     ) -> None:
-        """Into the ledger; a registry that this server cannot write to costs one log line."""
+        """Add to the ledger; a registry that this server may only read costs one log line."""
         server = f"{socket.gethostname()}:{os.getpid()}"
-        evidence = {"server": server, **evidence}
+        evidence = {"server": server, **(evidence or {})}
         try:
             await asyncio.to_thread(self._registry.record, event, version, why, evidence)
         except OSError as problem:
-            logger.warning("Leadout cannot write to the ledger: %s", problem)
+            logger.warning("Leadout cannot write to the registry's ledger: %s", problem)
 
-    def _permitted(self, version: int) -> Manifest:
+    def _servable(self, version: int) -> Manifest:
         mark = self._registry.bad_mark(version)
         if mark is not None:
-            raise SwapRefusedError(f"version {version} is marked: {mark.reason}")
+            raise SwapRefusedError(f"version {version} is marked as bad: {mark.reason}")
         return self._registry.manifest(version)
 
-    def _watch_over(self, new: Manifest, old: Manifest) -> ShortfallTest | None:
-        # The way back is not watched: what was promised of an old version was for older traffic,
-        # and one step back must not become a fall.
-        promise = new.promises.get(SOURCE)
-        if promise is None or new.version < old.version or not self._has_whole_blocks:
+    def _watch_for(self, new: Manifest, previous: Manifest) -> ShortfallTest | None:
+        # A return to an older version is not watched: its expected acceptance was measured on
+        # older traffic, and one roll-back must not lead to a series of them.
+        expected = new.promises.get(SOURCE)
+        if expected is None or new.version < previous.version or not self._drafts_whole_blocks:
             return None
-        return ShortfallTest(promise.low)
+        return ShortfallTest(expected.low)
 
     async def _tally(self) -> Tally:
-        numbers = await asyncio.to_thread(read_small, self._numbers, ServedNumbers)
-        # Until the scheduler has begun anew it tells of the requests before.
-        return (
-            numbers.tally
-            if numbers is not None and numbers.since >= self._counted_from
-            else Tally()
-        )
-
-
-# Keeps a server on the version that the registry's pointer names, as long as it runs.
-#
-# The follower acts when the pointer changes: a version that was set by hand stays until then. A
-# refused version is not tried again, for versions never change.
-
-logger = logging.getLogger("vllm.leadout")  # governed by VLLM_LOGGING_LEVEL
-
-POLL_SECONDS = 2.0
-SECONDS_BETWEEN_LOG_LINES = 60.0
+        served = await asyncio.to_thread(read_small, self._served_path, ServedRequests)
+        # Right after a swap the file still describes the requests before it.
+        if served is None or served.since < self._counted_since:
+            return Tally()
+        return served.tally
 
 
 class Follower:
+    """Keeps a server on the version that the registry's pointer names.
+
+    It acts when the pointer changes: a version that was set by hand stays until then. A refused
+    version is not tried again, since versions never change.
+    """
+
     def __init__(self, registry: Registry, drafter: ServingDrafter) -> None:
         self._registry = registry
         self._drafter = drafter
         self._followed: Pointer | None = None
         self._refused: set[int] = set()
-        self._last_log_line = -SECONDS_BETWEEN_LOG_LINES
+        self._log = LimitedLog(logging.ERROR)
 
     async def follow(self) -> None:
-        """For ever; an error, such as storage that is away, costs a log line a minute."""
-        await self._drafter.note("started", self._drafter.version, "a server started on it", {})
+        """Run for ever; errors, such as storage that is unreachable, are logged once a minute."""
+        await self._drafter.record("started", self._drafter.version, "a server started with it")
         while True:
             try:
-                await self.look()
+                await self.poll()
             except Exception as error:
-                self._complain(error)
+                self._log(
+                    "Leadout could not follow the registry: %s: %s. Serving goes on, and Leadout "
+                    "tries again.",
+                    type(error).__name__,
+                    error,
+                )
             await asyncio.sleep(POLL_SECONDS)
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         pointer = await asyncio.to_thread(self._registry.pointer)
         if pointer is None or pointer == self._followed:
-            if await self._drafter.has_fallen_short():
-                self._followed = None  # go where the pointer leads now, also from one set by hand
+            if await self._drafter.roll_back_if_below_expected():
+                # Follow the pointer again, also if the version had been set by hand.
+                self._followed = None
             return
         self._followed = pointer
         if pointer.version in self._refused:
@@ -346,13 +248,95 @@ class Follower:
         except SwapRefusedError:
             self._refused.add(pointer.version)
 
-    def _complain(self, error: Exception) -> None:
-        now = time.monotonic()
-        if now - self._last_log_line >= SECONDS_BETWEEN_LOG_LINES:
-            self._last_log_line = now
-            logger.error(
-                "Leadout could not look after the drafter: %s: %s. Serving goes on, and so does "
-                "the looking.",
-                type(error).__name__,
-                error,
-            )
+
+class RolloutMixin:
+    """Put before a scheduler class of vLLM: separates the requests after a swap from those before.
+
+    The drafter's keys and values of a text share cache blocks with those of the target. After a
+    swap, cached blocks hold the old drafter's: the text stays correct, but the new drafter drafts
+    worse from them. vLLM empties its prefix cache only when no request runs. Therefore, from the
+    reset that follows a swap, new requests get a salt in their block hashes: they cannot find the
+    old blocks, which vLLM evicts in time. Running requests keep their blocks.
+
+    Finished requests that arrived after the reset are tallied for `ServingDrafter`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._served_path = served_requests_file(settings["vllm_config"])
+        self._resets = 0
+        self._cache_salt: str | None = None
+        self._open_requests: dict[str, list[int]] = {}  # by id: steps with a whole block, tokens
+        self._tally = Tally()
+        self._tally_fail_safe = FailSafe(
+            "acceptance watch after swaps", on_failure=self._open_requests.clear
+        )
+        self._start_tally()
+
+    def add_request(self, request: Any) -> None:
+        if self._cache_salt is not None:
+            _add_salt(request, self._cache_salt)
+        if self._tally_fail_safe.is_on:
+            self._open_requests[request.request_id] = [0, 0]
+        super().add_request(request)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *arguments: Any, **settings: Any) -> bool:
+        is_empty: bool = super().reset_prefix_cache(*arguments, **settings)  # type: ignore[misc]
+        self._resets += 1
+        self._cache_salt = None if is_empty else f"#leadout-{self._resets}"
+        self._start_tally()
+        return is_empty
+
+    def make_spec_decoding_stats(self, *arguments: Any, **settings: Any) -> Any:
+        if self._tally_fail_safe.is_on:
+            with self._tally_fail_safe:
+                self._count_step(**settings)
+        return super().make_spec_decoding_stats(*arguments, **settings)  # type: ignore[misc]
+
+    def _free_request(self, request: Any, *arguments: Any, **settings: Any) -> Any:
+        steps, tokens = self._open_requests.pop(request.request_id, (0, 0))
+        if steps:
+            self._tally = self._tally.with_request(steps, tokens)
+            is_last = len(self.requests) == 1  # type: ignore[attr-defined]
+            if is_last or time.monotonic() - self._last_write >= SECONDS_BETWEEN_WRITES:
+                self._write_tally()
+        return super()._free_request(request, *arguments, **settings)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        with suppress(OSError):
+            self._served_path.unlink(missing_ok=True)
+        super().shutdown()  # type: ignore[misc]
+
+    def _start_tally(self) -> None:
+        self._since = time.time()
+        self._tally = Tally()
+        self._open_requests.clear()  # running requests belong to the drafter before
+        self._write_tally()
+
+    def _count_step(
+        self,
+        *,
+        request_id: str,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+    ) -> None:
+        """Count steps with whole blocks only, as expected acceptance is measured with those."""
+        counts = self._open_requests.get(request_id)
+        verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if counts is not None and verified == self.num_spec_tokens:  # type: ignore[attr-defined]
+            counts[0] += 1
+            counts[1] += num_accepted_tokens + 1
+
+    def _write_tally(self) -> None:
+        self._last_write = time.monotonic()
+        if self._tally_fail_safe.is_on:
+            with self._tally_fail_safe:
+                write_small(ServedRequests(since=self._since, tally=self._tally), self._served_path)
+
+
+def _add_salt(request: Any, salt: str) -> None:
+    """Salt the block hashes of a request, which vLLM has computed already."""
+    request.cache_salt = f"{request.cache_salt or ''}{salt}"
+    request.block_hashes.clear()
+    request.update_block_hashes()

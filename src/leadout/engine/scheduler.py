@@ -32,7 +32,7 @@ from leadout.engine.capture import CaptureMixin
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveControl, Step, live_metrics_file
 from leadout.engine.plugin import SWITCH
-from leadout.engine.rollout import Newcomers
+from leadout.engine.rollout import RolloutMixin
 from leadout.engine.settings import (
     CAPTURE,
     LIVE,
@@ -66,7 +66,7 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
     if CAPTURE in sections:
         mixins.append(CaptureMixin)
     if REGISTRY in sections:
-        mixins.append(Newcomers)
+        mixins.append(RolloutMixin)
     if current_platform.is_cpu() and is_dflash(vllm_config):
         base = (
             CpuSamplingWorkaround

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_an_offer_never_waits_for_a_stuck_writer(tmp_path: Path) -> None:
 def test_disk_errors_are_counted_and_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     (tmp_path / "capture").touch()  # a file in place of the folder: every write fails
     monkeypatch.setattr(capture_module, "SECONDS_BEFORE_RETRY", 0.0)
     capture = start(tmp_path)

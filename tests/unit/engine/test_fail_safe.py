@@ -1,10 +1,11 @@
-"""Parts that fail are switched off, with one log line."""
+"""Parts that fail are switched off with one log line; repeated problems are logged rarely."""
 
 import logging
 
 import pytest
 
-from leadout.engine.fail_safe import FailSafe
+from leadout.engine import fail_safe as fail_safe_module
+from leadout.engine.fail_safe import FailSafe, LimitedLog
 
 
 def test_first_error_switches_the_part_off_and_is_logged_once(
@@ -40,3 +41,15 @@ def test_interrupts_are_not_swallowed() -> None:
     with pytest.raises(KeyboardInterrupt), fail_safe:
         raise KeyboardInterrupt
     assert fail_safe.is_on
+
+
+def test_a_repeated_problem_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    now = 0.0
+    monkeypatch.setattr(fail_safe_module.time, "monotonic", lambda: now)
+    log = LimitedLog(logging.WARNING)
+    for now in (0.0, 30.0, 59.0, 60.0, 61.0):
+        log("problem %d", int(now))
+    assert [record.getMessage() for record in caplog.records] == ["problem 0", "problem 60"]

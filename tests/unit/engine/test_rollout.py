@@ -1,11 +1,12 @@
-"""A server's drafter: swapped on all workers or none, held to its promise, and led by the pointer.
+"""A server follows the pointer, swaps on all workers or none, and rolls a bad version back.
 
-The workers are stand-ins that can fail on demand; real ones are in the engine tests.
+The workers are fakes that can be made to fail; the engine tests have real ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ import pytest
 
 from leadout.control.rollback import Tally
 from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
-from leadout.engine.rollout import Follower, ServedNumbers, ServingDrafter
+from leadout.engine.rollout import Follower, ServedRequests, ServingDrafter
 from leadout.engine.small_files import write_small
 from leadout.registry import POINTER, Registry
 from support.models import tiny_llama
 from support.two_workers import TwoWorkers
 from support.version_registry import publish, with_nan
 
-PROMISED = 3.0
+EXPECTED = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -34,53 +35,55 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Replica:
     """One server of a registry, without its engine."""
 
-    def __init__(self, registry: Registry, target: Path, numbers: Path, version: int = 1) -> None:
+    def __init__(
+        self, registry: Registry, target: Path, served_path: Path, version: int = 1
+    ) -> None:
         self.engine = TwoWorkers(registry, target, version)
-        self.numbers = numbers
+        self.served_path = served_path
         self.drafter = ServingDrafter(
             registry,
             registry.manifest(version),
             Swapper(self.engine),
-            numbers,
-            has_whole_blocks=True,
+            served_path,
+            drafts_whole_blocks=True,
         )
         self.follower = Follower(registry, self.drafter)
 
     def serve(self, requests: int, acceptance_length: int) -> None:
-        """As if so many requests had come since the last swap and ended, all alike."""
+        """Pretend that so many equal requests have arrived since the last swap and finished."""
         tally = Tally()
         for _ in range(requests):
             tally = tally.with_request(10, 10 * acceptance_length)
-        write_small(ServedNumbers(since=time.time(), tally=tally), self.numbers)
+        write_small(ServedRequests(since=time.time(), tally=tally), self.served_path)
 
-    def look(self) -> None:
-        asyncio.run(self.follower.look())
+    def poll(self) -> None:
+        asyncio.run(self.follower.poll())
 
 
 @pytest.fixture
 def registry(target: Path, tmp_path: Path) -> Registry:
-    """Version 2 was made from 1 and promises more than 1 accepts; 1 is to be served."""
+    """Version 2 was trained from 1 and expects more acceptance; the pointer names 1."""
     registry = Registry(tmp_path / "registry")
     publish(registry, target, tmp_path, seed=0)
-    publish(registry, target, tmp_path, seed=1, parent=1, expected_length=PROMISED)
+    publish(registry, target, tmp_path, seed=1, parent=1, expected_length=EXPECTED)
     registry.point_to(1, "the start")
     return registry
 
 
 @pytest.fixture
 def replica(registry: Registry, target: Path, tmp_path: Path) -> Replica:
-    return Replica(registry, target, tmp_path / "numbers.json")
+    return Replica(registry, target, tmp_path / "served.json")
 
 
 def events(registry: Registry) -> list[tuple[str, int | None]]:
     return [(entry.event, entry.version) for entry in registry.ledger()]
 
 
-def test_the_pointer_leads(registry: Registry, replica: Replica) -> None:
-    replica.look()
+def test_the_server_swaps_when_the_pointer_changes(registry: Registry, replica: Replica) -> None:
+    replica.poll()
     assert replica.engine.calls == []
     registry.point_to(2, "better")
-    replica.look()
+    replica.poll()
     assert replica.engine.loaded == [2, 2]
     assert replica.engine.calls[-2:] == ["leadout_end", "reset_prefix_cache"]
     assert events(registry) == [("swapped", 2)]
@@ -93,16 +96,18 @@ def test_the_pointer_leads(registry: Registry, replica: Replica) -> None:
 def test_a_version_set_by_hand_stays_until_the_pointer_changes(
     registry: Registry, replica: Replica
 ) -> None:
-    replica.look()
+    replica.poll()
     asyncio.run(replica.drafter.change_to(2, "asked for by hand"))
-    replica.look()
+    replica.poll()
     assert replica.engine.loaded == [2, 2]
     registry.point_to(1, "back")
-    replica.look()
+    replica.poll()
     assert replica.engine.loaded == [1, 1]
 
 
-def test_one_worker_that_fails_brings_all_back(registry: Registry, replica: Replica) -> None:
+def test_one_failing_worker_makes_all_load_the_previous_weights(
+    registry: Registry, replica: Replica
+) -> None:
     replica.engine.workers[1].fails_at = {"commit"}
     with pytest.raises(SwapRefusedError, match="version 2 could not be loaded: commit failed"):
         asyncio.run(replica.drafter.change_to(2, ""))
@@ -111,16 +116,16 @@ def test_one_worker_that_fails_brings_all_back(registry: Registry, replica: Repl
     assert events(registry) == [("refused", 2)]
 
 
-def test_different_files_on_two_workers_are_refused(replica: Replica) -> None:
+def test_workers_that_read_different_files_do_not_swap(replica: Replica) -> None:
     replica.engine.workers[1].fails_at = {"digest"}
     with pytest.raises(SwapRefusedError, match="different files"):
         asyncio.run(replica.drafter.change_to(2, ""))
     assert "leadout_commit" not in replica.engine.calls
 
 
-def test_a_way_back_that_fails_is_said_aloud(registry: Registry, replica: Replica) -> None:
+def test_a_failing_undo_is_reported(registry: Registry, replica: Replica) -> None:
     replica.engine.workers[1].fails_at = {"commit", "undo"}
-    with pytest.raises(SwapFailedError, match="could not be put back"):
+    with pytest.raises(SwapFailedError, match="could not be loaded again"):
         asyncio.run(replica.drafter.change_to(2, ""))
     assert events(registry) == [("refused", 2)]
 
@@ -132,36 +137,36 @@ def test_a_refused_version_is_not_tried_twice(
     registry.point_to(3, "broken")
     for reason in ("broken", "broken", "broken, again"):
         registry.point_to(3, reason)
-        replica.look()
+        replica.poll()
     assert events(registry) == [("refused", 3)]
     assert replica.engine.calls.count("leadout_begin") == 1
     assert replica.engine.loaded == [1, 1]
     registry.point_to(2, "better")
-    replica.look()
+    replica.poll()
     assert replica.engine.loaded == [2, 2]
 
 
 def test_a_marked_version_is_refused(registry: Registry, replica: Replica) -> None:
     registry.mark_bad(2, "slow")
-    with pytest.raises(SwapRefusedError, match="version 2 is marked: slow"):
+    with pytest.raises(SwapRefusedError, match="version 2 is marked as bad: slow"):
         asyncio.run(replica.drafter.change_to(2, ""))
 
 
-def test_a_shortfall_rolls_all_replicas_back(
+def test_low_acceptance_rolls_all_replicas_back(
     registry: Registry, replica: Replica, target: Path, tmp_path: Path
 ) -> None:
     other = Replica(registry, target, tmp_path / "other.json")
     registry.point_to(2, "better")
     for one in (replica, other):
-        one.look()
+        one.poll()
         assert one.engine.loaded == [2, 2]
     replica.serve(requests=40, acceptance_length=2)
-    replica.look()  # finds it short and turns the pointer
+    replica.poll()  # detects it and moves the pointer back
     for one in (replica, other):
-        one.look()
+        one.poll()
         assert one.engine.loaded == [1, 1]
         one.serve(requests=40, acceptance_length=1)
-        one.look()  # the way back is not watched
+        one.poll()  # the older version is not watched
         assert one.engine.loaded == [1, 1]
     mark = registry.bad_mark(2)
     assert mark is not None
@@ -169,41 +174,45 @@ def test_a_shortfall_rolls_all_replicas_back(
     assert events(registry).count(("rolled_back", 2)) == 1
 
 
-def test_a_version_set_by_hand_that_falls_short_makes_way(
+def test_a_version_set_by_hand_with_low_acceptance_is_rolled_back(
     registry: Registry, replica: Replica
 ) -> None:
-    replica.look()
+    replica.poll()
     asyncio.run(replica.drafter.change_to(2, "asked for by hand"))
     replica.serve(requests=40, acceptance_length=2)
     for _ in range(2):
-        replica.look()
+        replica.poll()
     assert replica.engine.loaded == [1, 1]
     assert registry.bad_mark(2) is not None
 
 
-def test_a_kept_promise_changes_nothing(registry: Registry, replica: Replica) -> None:
+def test_a_version_with_expected_acceptance_stays(registry: Registry, replica: Replica) -> None:
     registry.point_to(2, "better")
-    replica.look()
+    replica.poll()
     replica.serve(requests=5000, acceptance_length=3)
-    replica.look()
+    replica.poll()
     report = asyncio.run(replica.drafter.report())
-    assert (report.version, report.watch, report.promised_low) == (2, "kept", PROMISED)
+    assert (report.version, report.watch, report.expected_low) == (2, "passed", EXPECTED)
     assert (report.requests, report.acceptance_length) == (5000, 3.0)
     assert registry.bad_mark(2) is None
 
 
-def test_requests_from_before_a_swap_do_not_count(registry: Registry, replica: Replica) -> None:
+def test_requests_before_a_swap_do_not_count(registry: Registry, replica: Replica) -> None:
     replica.serve(requests=40, acceptance_length=1)
     registry.point_to(2, "better")
-    replica.look()
-    replica.look()
+    replica.poll()
+    replica.poll()
     assert replica.engine.loaded == [2, 2]
     assert asyncio.run(replica.drafter.report()).requests == 0
 
 
-def test_storage_that_is_away_costs_a_line_and_no_swap(
-    registry: Registry, replica: Replica, caplog: pytest.LogCaptureFixture
+def test_an_unreadable_pointer_is_logged_and_changes_nothing(
+    registry: Registry,
+    replica: Replica,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     (registry.folder / POINTER).write_text("{")
 
     async def follow_for(seconds: float) -> None:
@@ -213,5 +222,5 @@ def test_storage_that_is_away_costs_a_line_and_no_swap(
 
     asyncio.run(follow_for(0.3))
     assert replica.engine.loaded == [1, 1]
-    assert "could not look after the drafter" in caplog.text
+    assert "could not follow the registry" in caplog.text
     assert events(registry) == [("started", 1)]
