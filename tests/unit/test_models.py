@@ -1,24 +1,111 @@
-"""The tiny targets are quick to build and the same each time."""
+"""Models by name: which files are downloaded, what a wrong name reports, fingerprints."""
 
-import time
-from collections.abc import Callable
+from __future__ import annotations
 
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
 import pytest
-import torch
-from transformers import PreTrainedModel
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from support import models
+from leadout.models import ModelNotFoundError, fingerprint, local_folder
+
+REQUEST = httpx.Request("GET", "https://huggingface.co")
 
 
-@pytest.mark.parametrize("build", [models.tiny_qwen3, models.tiny_llama])
-def test_tiny_targets_are_quick_and_repeatable(build: Callable[[int], PreTrainedModel]) -> None:
-    build(0)  # the first build pays for lazy imports
-    started = time.perf_counter()
-    first = build(1)
-    assert time.perf_counter() - started < 1.0
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
 
-    again, other = build(1), build(2)
-    tokens = torch.arange(8)[None]
-    with torch.inference_mode():
-        assert torch.equal(first(tokens).logits, again(tokens).logits)
-        assert not torch.equal(first(tokens).logits, other(tokens).logits)
+    def download(name: str, **settings: Any) -> str:
+        calls.append({"name": name, **settings})
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return calls
+
+
+def fetched(patterns: list[str], file: str) -> bool:
+    return any(fnmatch(file, pattern) for pattern in patterns)
+
+
+def test_a_folder_is_taken_as_it_is(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert local_folder(str(tmp_path)) == tmp_path
+    assert asked == []
+
+
+def test_a_hub_model_comes_with_tokenizer_and_template(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert local_folder("acme/tiny", "main") == tmp_path
+    patterns = asked[0]["allow_patterns"]
+    for file in (
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+    ):
+        assert fetched(patterns, file), file
+    for file in ("pytorch_model.bin", "modeling_tiny.py", "model.gguf", "training_args.pt"):
+        assert not fetched(patterns, file), file
+
+
+def test_a_config_alone_leaves_the_weights(asked: list[dict[str, Any]]) -> None:
+    local_folder("acme/tiny", config_only=True)
+    assert asked[0]["allow_patterns"] == ["*.json"]
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"gone does not exist; expected the folder"):
+        local_folder(str(tmp_path / "gone"))
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match=r"model\.gguf is a file; expected the folder"):
+        local_folder(str(tmp_path / "model.gguf"))
+
+
+def test_an_offline_hub_name_mentions_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **_: Any) -> str:
+        raise LocalEntryNotFoundError("Cannot find the requested files in the disk cache.\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelNotFoundError) as caught:
+        local_folder("acme/nothing")
+    message = str(caught.value)
+    assert "acme/nothing is neither a local folder nor in the Hugging Face cache" in message
+    assert "Check the name, the network and HF_HUB_OFFLINE" in message
+    assert "\n" not in message
+
+
+def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **_: Any) -> str:
+        raise RepositoryNotFoundError("404", response=httpx.Response(404, request=REQUEST))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelNotFoundError, match=r"Check the spelling; .* `hf auth login`"):
+        local_folder("acme/nothing")
+
+
+def test_the_fingerprint_sees_configuration_and_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(20 << 20)
+    weights.write_bytes(content)
+    prints = [fingerprint(tmp_path)]
+    for place in (0, 10 << 20):  # in the header, and in the midst
+        content[place] = 1
+        weights.write_bytes(content)
+        prints.append(fingerprint(tmp_path))
+    weights.write_bytes(content[:-1])
+    prints.append(fingerprint(tmp_path))
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    prints.append(fingerprint(tmp_path))
+    assert len(set(prints)) == len(prints)
+    assert prints[-1] == fingerprint(tmp_path)

@@ -14,13 +14,13 @@ import dflash.model as zlab_model
 import pytest
 import speculators.models.dflash as speculators_dflash
 import torch
-from drafter_files import FULL, SLIDING, TINY, random_weights
 from torch import Tensor
 
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.dflash.config import DrafterConfig, LayerAttention, LinearScaling, Rope, Yarn
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.mask import decode_masks
+from support.drafters import FULL, MINI, SLIDING, random_weights
 from support.models import TINY_VOCAB, tiny_qwen3
 
 CONTEXT = 11  # longer than the window of SLIDING
@@ -46,14 +46,14 @@ def inputs_for(config: DrafterConfig, context: int) -> tuple[Tensor, Tensor]:
 
 
 ZLAB = {
-    "full": TINY,
-    "sliding": replace(TINY, layers=(SLIDING, SLIDING)),
-    "mixed": replace(TINY, layers=(SLIDING, FULL)),
-    "sliding, bidirectional": replace(TINY, layers=(BIDIRECTIONAL, BIDIRECTIONAL)),
-    "full, causal": replace(TINY, layers=(LayerAttention(causal=True),) * 2),
-    "yarn": replace(TINY, rope=Rope(1e4, Yarn(8.0, 32, mscale=1.0, mscale_all_dim=0.5))),
-    "linear": replace(TINY, rope=Rope(1e4, LinearScaling(4.0))),
-    "biases": replace(TINY, attention_bias=True, rms_norm_eps=1e-2),
+    "full": MINI,
+    "sliding": replace(MINI, layers=(SLIDING, SLIDING)),
+    "mixed": replace(MINI, layers=(SLIDING, FULL)),
+    "sliding, bidirectional": replace(MINI, layers=(BIDIRECTIONAL, BIDIRECTIONAL)),
+    "full, causal": replace(MINI, layers=(LayerAttention(causal=True),) * 2),
+    "yarn": replace(MINI, rope=Rope(1e4, Yarn(8.0, 32, mscale=1.0, mscale_all_dim=0.5))),
+    "linear": replace(MINI, rope=Rope(1e4, LinearScaling(4.0))),
+    "biases": replace(MINI, attention_bias=True, rms_norm_eps=1e-2),
 }
 
 
@@ -75,7 +75,7 @@ def test_zlabs_class_computes_the_same(config: DrafterConfig, tmp_path: Path) ->
 
 def test_the_comparison_sees_a_lost_flag(tmp_path: Path) -> None:
     """Each attention above computes something else, so none of them passes for another."""
-    states, block = inputs_for(TINY, CONTEXT)
+    states, block = inputs_for(MINI, CONTEXT)
     outputs = []
     for name in ("full", "sliding", "mixed", "sliding, bidirectional", "full, causal"):
         config = ZLAB[name]
@@ -86,7 +86,7 @@ def test_the_comparison_sees_a_lost_flag(tmp_path: Path) -> None:
             assert (one - other).abs().max() > 1e-2
 
 
-WIDE = replace(TINY, hidden_size=64, vocab_size=TINY_VOCAB, mask_token_id=300)
+WIDE = replace(MINI, hidden_size=64, vocab_size=TINY_VOCAB, mask_token_id=300)
 # speculators counts a window from the anchor, not from each slot, so this one reaches everything.
 FAR = 64
 

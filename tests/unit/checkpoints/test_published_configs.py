@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafter_files import write_hollow_weights
 
 from leadout.checkpoints import Checkpoint, UnsupportedCheckpointError, read_checkpoint
 from leadout.dflash.config import LayerAttention, Rope, Yarn
+from support.drafters import write_hollow_weights
 
 PUBLISHED = Path(__file__).parent / "published"
 FULL = LayerAttention()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pairs import DRAFTER, SETTINGS, TARGET
 
 from leadout.checkpoints import read_checkpoint
 from leadout.pairing import Pair
 from support.drafters import write_random_drafter
+from support.pairs import DRAFTER, SETTINGS, TARGET
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pairs import TARGET, served_pair
 
 from leadout.checkpoints import CheckpointError, load_drafter
 from leadout.pairing import RULES, examine
 from support.faults import FAULTS, LOAD, UNDETECTABLE, Fault
+from support.pairs import TARGET, served_pair
 
 OF_PAIRS = tuple(fault for fault in FAULTS if fault.rule != LOAD)
 RULE = {rule.name: rule for rule in RULES}

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pairs import DRAFTER, changed
 
 from leadout.dflash.config import LayerAttention, Llama3Scaling, Rope, Yarn
 from leadout.models import same_model
 from leadout.pairing import RULES, Pair, batched_tokens_for, examine
+from support.pairs import DRAFTER, changed
 
 FULL, SLIDING = LayerAttention(), LayerAttention(window=64, causal=True)
 YARN = Rope(10_000.0, Yarn(4.0, 128))

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drafter_files import FULL, SLIDING, TINY, edit_config, random_weights
 from typer.testing import CliRunner, Result
 
 from leadout.checkpoints import read_checkpoint, write_checkpoint
 from leadout.checkpoints.describe import Description
 from leadout.cli.app import app
+from support.drafters import FULL, MINI, SLIDING, edit_config, random_weights
 
 Run = Callable[..., Result]
 
@@ -32,7 +32,7 @@ def words(result: Result) -> str:
 
 class TestInspect:
     def test_shows_a_zlab_drafter(self, run: Run, tmp_path: Path) -> None:
-        config = replace(TINY, layers=(SLIDING, FULL))
+        config = replace(MINI, layers=(SLIDING, FULL))
         write_checkpoint(tmp_path / "drafter", random_weights(config), config, "zlab")
         result = run("inspect", tmp_path / "drafter")
         assert result.exit_code == 0
@@ -99,7 +99,7 @@ class TestConvert:
         assert result.exit_code == 0
         assert words(result) == f"wrote {there} (speculators)"
         assert json.loads((there / "config.json").read_text())["speculators_model_type"] == "dflash"
-        assert read_checkpoint(there).config == TINY
+        assert read_checkpoint(there).config == MINI
 
     def test_refuses_in_one_message(self, run: Run, zlab_folder: Path, tmp_path: Path) -> None:
         result = run("convert", zlab_folder, tmp_path / "there", "--to", "speculators")

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_files import FULL, SLIDING, TINY, TINY_REDUCED, random_weights, shard
 
 from leadout.checkpoints import CheckpointError, load_drafter, write_checkpoint
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.mask import decode_masks
+from support.drafters import FULL, MINI, MINI_REDUCED, SLIDING, random_weights, shard
 
 SECONDS_PER_CASE = 5.0  # a case takes milliseconds; this is for a busy machine
 
@@ -148,10 +148,10 @@ def require_working(drafter: Drafter) -> None:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / "drafter"
     if request.param == "zlab":
-        config = replace(TINY, layers=(SLIDING,))
+        config = replace(MINI, layers=(SLIDING,))
         write_checkpoint(path, random_weights(config), config, "zlab")
     else:
-        config = replace(TINY_REDUCED, layers=(FULL,))
+        config = replace(MINI_REDUCED, layers=(FULL,))
         write_checkpoint(path, random_weights(config), config, "speculators", target_name="t")
     return path
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
-from drafter_files import edit_config, shard
 
 from leadout.checkpoints import (
     CheckpointError,
@@ -15,7 +16,9 @@ from leadout.checkpoints import (
     convert,
     load_drafter,
     read_checkpoint,
+    write_checkpoint,
 )
+from support.drafters import MINI, edit_config, random_weights, shard
 
 
 class Exploit:
@@ -124,3 +127,14 @@ def test_links_of_the_hub_cache_are_followed(
         shutil.move(zlab_folder / name, blobs / f"hash-of-{name}")
         (snapshot / name).symlink_to(blobs / f"hash-of-{name}")
     assert read_checkpoint(snapshot).format == "zlab"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_file_modes_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    previous = os.umask(umask)
+    try:
+        write_checkpoint(tmp_path / "new", random_weights(MINI), MINI, "zlab")
+    finally:
+        os.umask(previous)
+    for name in ("config.json", "model.safetensors"):
+        assert stat.S_IMODE((tmp_path / "new" / name).stat().st_mode) == mode

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafter_files import edit_config
 
 from leadout.checkpoints import CheckpointError, UnsupportedCheckpointError, read_checkpoint
 from leadout.dflash.config import LayerAttention, LinearScaling, Llama3Scaling, Rope, Yarn
+from support.drafters import edit_config
 
 ABSENT = object()
 FULL, SLIDE = "full_attention", "sliding_attention"

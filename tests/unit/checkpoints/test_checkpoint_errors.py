@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_files import edit_config, edit_weights, shard
 from torch import Tensor
 
 from leadout.checkpoints import (
@@ -19,6 +18,7 @@ from leadout.checkpoints import (
     load_drafter,
     read_checkpoint,
 )
+from support.drafters import edit_config, edit_weights, shard
 
 GATE = "layers.1.mlp.gate_proj.weight"
 Damage = Callable[[dict[str, Tensor]], object]
@@ -355,3 +355,10 @@ def test_stray_weights_that_vllm_would_load(zlab_folder: Path) -> None:
     weights = (zlab_folder / "model.safetensors").read_bytes()
     (zlab_folder / "older.safetensors").write_bytes(weights)
     assert error_of(zlab_folder).field == "older.safetensors"
+
+
+def test_a_target_in_place_of_the_drafter(zlab_folder: Path) -> None:
+    edit_config(zlab_folder, lambda c: c.update(architectures=["Qwen3ForCausalLM"]))
+    error = error_of(zlab_folder)
+    assert "architectures is ['Qwen3ForCausalLM']" in str(error)
+    assert "are target and drafter swapped?" in str(error)

@@ -144,3 +144,13 @@ def test_facts_from_the_engines_config() -> None:
     config = LlamaConfig(**SIZES, rope_parameters={**LLAMA3, "rope_theta": 5e5})
     facts = target_from_config(config.to_dict(), "meta-llama/Llama-3.1-8B")
     assert facts.rope == Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 64))
+
+
+def test_a_drafter_in_place_of_the_target(drafter_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is a DFlash drafter.*target and drafter swapped\?"):
+        read_target(drafter_folder)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing; expected the folder of"):
+        read_target(tmp_path)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import DRAFTER, TARGET, served_pair
 
 from leadout.checkpoints import Checkpoint, Format, speculators, write_checkpoint, zlab
 from leadout.checkpoints.config_fields import read_json_object
@@ -16,6 +15,7 @@ from leadout.findings import Severity
 from leadout.pairing import EngineSettings, Pair, TargetFacts, examine
 from support.drafters import random_drafter
 from support.faults import Make, healthy, healthy_reduced, healthy_speculators
+from support.pairs import DRAFTER, TARGET, served_pair
 
 PUBLISHED = Path(__file__).parents[1] / "checkpoints" / "published"
 SLIDING = LayerAttention(window=64, causal=True)

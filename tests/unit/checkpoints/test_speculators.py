@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafter_files import TINY, edit_config, edit_weights, random_weights
 from safetensors.torch import load_file
 
 from leadout.checkpoints import (
@@ -17,6 +16,7 @@ from leadout.checkpoints import (
     write_checkpoint,
 )
 from leadout.dflash.config import LayerAttention, Rope
+from support.drafters import MINI, edit_config, edit_weights, random_weights
 
 ABSENT = object()
 FULL, SLIDE = "full_attention", "sliding_attention"
@@ -135,7 +135,7 @@ def test_what_readers_complete_differently_must_be_stated(
 
 
 def test_head_dim_may_be_absent_where_both_readers_agree(tmp_path: Path) -> None:
-    config = replace(TINY, hidden_size=256, head_dim=128)
+    config = replace(MINI, hidden_size=256, head_dim=128)
     folder = tmp_path / "wide"
     write_checkpoint(folder, random_weights(config), config, "speculators", target_name="t")
     assert read_checkpoint(changed(folder, head_dim=ABSENT)).config.head_dim == 128
@@ -201,7 +201,7 @@ def test_decoder_fields_outside_the_decoder_are_decoys(speculators_folder: Path)
 
 def test_an_own_head_follows_from_the_tensors(tmp_path: Path) -> None:
     for own in (False, True):
-        config = replace(TINY, own_embedding=own, own_head=own)
+        config = replace(MINI, own_embedding=own, own_head=own)
         folder = tmp_path / f"own-{own}"
         write_checkpoint(folder, random_weights(config), config, "speculators", target_name="t")
         assert read_checkpoint(folder).config == config

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_files import FULL, SLIDING, TINY, TINY_REDUCED, edit_config, random_weights
 from safetensors.torch import load_file
 
 from leadout.checkpoints import (
@@ -28,6 +27,7 @@ from leadout.dflash.config import (
     Rope,
     Yarn,
 )
+from support.drafters import FULL, MINI, MINI_REDUCED, SLIDING, edit_config, random_weights
 
 BIDIRECTIONAL = LayerAttention(window=6, causal=False)
 CAUSAL_FULL = LayerAttention(causal=True)
@@ -48,16 +48,16 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 
 BOTH_WAYS = {
-    "all full": TINY,
-    "all sliding, causal": replace(TINY, layers=(SLIDING, SLIDING)),
-    "all sliding, bidirectional": replace(TINY, layers=(BIDIRECTIONAL, BIDIRECTIONAL)),
-    "mixed, bidirectional": replace(TINY, layers=(BIDIRECTIONAL, FULL)),
-    "biases": replace(TINY, attention_bias=True, rms_norm_eps=1e-5),
-    "first and last target layer": replace(TINY, target_layer_ids=(5, 0)),
-    "yarn": replace(TINY, rope=Rope(5e5, Yarn(8.0, 32, mscale=1.0, mscale_all_dim=0.5))),
-    "yarn, stated": replace(TINY, rope=Rope(5e5, Yarn(8.0, 32, 1.2, 16.0, 2.0, truncate=False))),
-    "llama3": replace(TINY, rope=Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 64))),
-    "linear": replace(TINY, rope=Rope(1e4, LinearScaling(2.0))),
+    "all full": MINI,
+    "all sliding, causal": replace(MINI, layers=(SLIDING, SLIDING)),
+    "all sliding, bidirectional": replace(MINI, layers=(BIDIRECTIONAL, BIDIRECTIONAL)),
+    "mixed, bidirectional": replace(MINI, layers=(BIDIRECTIONAL, FULL)),
+    "biases": replace(MINI, attention_bias=True, rms_norm_eps=1e-5),
+    "first and last target layer": replace(MINI, target_layer_ids=(5, 0)),
+    "yarn": replace(MINI, rope=Rope(5e5, Yarn(8.0, 32, mscale=1.0, mscale_all_dim=0.5))),
+    "yarn, stated": replace(MINI, rope=Rope(5e5, Yarn(8.0, 32, 1.2, 16.0, 2.0, truncate=False))),
+    "llama3": replace(MINI, rope=Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 64))),
+    "linear": replace(MINI, rope=Rope(1e4, LinearScaling(2.0))),
 }  # fmt: skip
 
 
@@ -75,11 +75,11 @@ def test_there_and_back(config: DrafterConfig, tmp_path: Path) -> None:
 
 
 ZLAB_ONLY = {
-    "mixed, as published": replace(TINY, layers=(SLIDING, FULL)),
-    "causal full layers": replace(TINY, layers=(CAUSAL_FULL, CAUSAL_FULL)),
-    "all causal": replace(TINY, layers=(SLIDING, CAUSAL_FULL)),
-    "partial rotation": replace(TINY, rope=Rope(1e4, fraction=0.5)),
-    "scalings": replace(TINY, embedding_scale=2.0, logit_multiplier=0.5, logit_softcap=30.0),
+    "mixed, as published": replace(MINI, layers=(SLIDING, FULL)),
+    "causal full layers": replace(MINI, layers=(CAUSAL_FULL, CAUSAL_FULL)),
+    "all causal": replace(MINI, layers=(SLIDING, CAUSAL_FULL)),
+    "partial rotation": replace(MINI, rope=Rope(1e4, fraction=0.5)),
+    "scalings": replace(MINI, embedding_scale=2.0, logit_multiplier=0.5, logit_softcap=30.0),
 }
 
 
@@ -93,10 +93,10 @@ def test_what_only_zlabs_format_can_hold(config: DrafterConfig, tmp_path: Path) 
 
 
 SPECULATORS_ONLY = {
-    "reduced vocabulary": TINY_REDUCED,
-    "own embedding": replace(TINY, own_embedding=True),
-    "own head": replace(TINY, own_head=True),
-    "wider target": replace(TINY, own_embedding=True, own_head=True, target_hidden_size=32),
+    "reduced vocabulary": MINI_REDUCED,
+    "own embedding": replace(MINI, own_embedding=True),
+    "own head": replace(MINI, own_head=True),
+    "wider target": replace(MINI, own_embedding=True, own_head=True, target_hidden_size=32),
 }
 
 
@@ -122,7 +122,7 @@ def test_what_no_format_can_hold(
     layers: tuple[LayerAttention, ...], why: str, to: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=why):
-        write(tmp_path / "never", replace(TINY, layers=layers), to, target_name="some/target")
+        write(tmp_path / "never", replace(MINI, layers=layers), to, target_name="some/target")
     assert not (tmp_path / "never").exists()
 
 
@@ -148,7 +148,7 @@ def test_the_number_to_draft_survives(speculators_folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize("stated", [0, 4])
 def test_the_number_to_draft_must_fit_the_block(stated: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"speculative_tokens is {stated}; expected 1 to 3"):
-        write(tmp_path / "never", TINY, "speculators", target_name="t", draft_tokens=stated)
+        write(tmp_path / "never", MINI, "speculators", target_name="t", draft_tokens=stated)
 
 
 def test_inert_fields_survive_both_ways(zlab_folder: Path, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ class TestTargetOnDisk:
 
     @pytest.fixture
     def unknown(self, speculators_folder: Path, tmp_path: Path) -> Path:
-        config = replace(TINY, target_num_layers=None)
+        config = replace(MINI, target_num_layers=None)
         return write(tmp_path / "unknown", config, "speculators", target_name="some/target")
 
     def target(self, tmp_path: Path, config: object) -> str:
@@ -204,7 +204,7 @@ class TestWriting:
     def test_nothing_is_overwritten(self, zlab_folder: Path, tmp_path: Path) -> None:
         before = (zlab_folder / "config.json").read_text()
         with pytest.raises(CheckpointError, match="a new or empty folder"):
-            write(zlab_folder, TINY, "zlab")
+            write(zlab_folder, MINI, "zlab")
         with pytest.raises(CheckpointError, match="a new or empty folder"):
             convert(zlab_folder, zlab_folder, "zlab")
         with pytest.raises(CheckpointError, match="a new or empty folder"):
@@ -213,7 +213,7 @@ class TestWriting:
 
     def test_an_empty_folder_will_do(self, zlab_folder: Path, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
-        assert convert(zlab_folder, tmp_path / "empty", "zlab").config == TINY
+        assert convert(zlab_folder, tmp_path / "empty", "zlab").config == MINI
 
     def test_a_half_written_checkpoint_is_not_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,14 +228,14 @@ class TestWriting:
 
         monkeypatch.setattr(os, "fsync", full_disk)
         with pytest.raises(OSError, match="No space left"):
-            write(tmp_path / "half", TINY, "zlab")
+            write(tmp_path / "half", MINI, "zlab")
         assert [path.name for path in (tmp_path / "half").iterdir()] == ["model.safetensors"]
         with pytest.raises(CheckpointError, match=r"config.json is missing"):
             read_checkpoint(tmp_path / "half")
 
     @pytest.mark.parametrize("damage", ["missing", "extra", "misshapen", "infinite", "integers"])
     def test_what_could_not_be_read_is_not_written(self, damage: str, tmp_path: Path) -> None:
-        weights = random_weights(TINY)
+        weights = random_weights(MINI)
         match damage:
             case "missing":
                 del weights["norm.weight"]
@@ -248,15 +248,15 @@ class TestWriting:
             case "integers":
                 weights["norm.weight"] = weights["norm.weight"].long()
         with pytest.raises(CheckpointError) as caught:
-            write_checkpoint(tmp_path / "never", weights, TINY, "zlab")
+            write_checkpoint(tmp_path / "never", weights, MINI, "zlab")
         assert caught.value.field.startswith("norm.weight")
         assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_precision_is_kept_or_chosen(dtype: torch.dtype, tmp_path: Path) -> None:
-    weights = random_weights(TINY, dtype=dtype)
-    write_checkpoint(tmp_path / "drafter", weights, TINY, "zlab")
+    weights = random_weights(MINI, dtype=dtype)
+    write_checkpoint(tmp_path / "drafter", weights, MINI, "zlab")
     assert read_checkpoint(tmp_path / "drafter").tensors.dtype == dtype
     drafter = load_drafter(tmp_path / "drafter")
     assert {parameter.dtype for parameter in drafter.parameters()} == {dtype}

@@ -1,4 +1,4 @@
-"""A tiny healthy pair, and how the engine would serve a drafter."""
+"""A valid pair of target and drafter, and the settings with which an engine would serve it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
-from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
+from leadout.dflash.config import Rope
 from leadout.pairing import EngineSettings, Pair, TargetFacts
+from support.drafters import MINI
 
 TARGET = TargetFacts(
     name="tests/tiny-target",
@@ -20,21 +21,7 @@ TARGET = TargetFacts(
     rope=Rope(10_000.0),
     max_positions=512,
 )
-DRAFTER = DrafterConfig(
-    hidden_size=16,
-    intermediate_size=24,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    layers=(LayerAttention(), LayerAttention()),
-    rope=Rope(10_000.0),
-    max_positions=512,
-    target_layer_ids=(1, 3, 4),
-    target_num_layers=6,
-    vocab_size=320,
-    mask_token_id=7,
-    block_size=4,
-)
+DRAFTER = replace(MINI, max_positions=512, target_layer_ids=(1, 3, 4), vocab_size=320)
 SETTINGS = EngineSettings(
     draft_tokens=3,
     max_model_len=512,
@@ -54,21 +41,20 @@ def served_pair(
     arguments: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Pair:
-    """A drafter in a folder, as stock vLLM would serve it with these arguments."""
+    """The pair with a drafter in a folder, as vLLM alone would serve it with these arguments."""
     checkpoint = read_checkpoint(folder)
     changes = dict(arguments or {}) | dict(facts or {})
-    most = checkpoint.config.max_draft_tokens
     settings = replace(
         SETTINGS,
-        draft_tokens=changes.pop("num_speculative_tokens", most),
-        served_causal=stock_causality(folder),
+        draft_tokens=changes.pop("num_speculative_tokens", checkpoint.config.max_draft_tokens),
+        served_causal=causality_in_vllm(folder),
         **changes,
     )
     return Pair(target, checkpoint, settings)
 
 
-def stock_causality(folder: Path) -> tuple[bool, ...]:
-    """What vLLM 0.32 makes of a drafter's config.json: which layers it serves causal."""
+def causality_in_vllm(folder: Path) -> tuple[bool, ...]:
+    """Which draft layers vLLM 0.32 serves as causal, from the drafter's config.json."""
     config = json.loads((folder / "config.json").read_text())
     decoder = config.get("transformer_layer_config", config)
     kinds = decoder.get("layer_types") or ["full_attention"] * decoder["num_hidden_layers"]
@@ -82,5 +68,5 @@ def stock_causality(folder: Path) -> tuple[bool, ...]:
 
 
 def changed(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
-    """The checkpoint, had its file said something else."""
+    """The checkpoint with other config values."""
     return replace(checkpoint, config=replace(checkpoint.config, **changes))
