@@ -1,1 +1,1 @@
-"""Training a drafter on the target's own answers, and telling what it will accept when served."""
+"""Training a drafter on the target's own answers, and verifying its acceptance in vLLM."""

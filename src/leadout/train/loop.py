@@ -28,7 +28,7 @@ from leadout.train.optimizer import (
 from leadout.train.progress import Listener, Log, StepRecord, ValidationRecord
 from leadout.train.run_state import RunStatus, load_state, save_best, save_state
 
-# Rare tokens added to the candidates, drawn anew in every pass so that none is forgotten.
+# Rare tokens added to the candidates, drawn again in every step so that none is forgotten.
 RANDOM_CANDIDATES = 1024
 
 

@@ -157,7 +157,7 @@ class Run:
         ranks: Ranks,
         shape: DrafterConfig | None = None,
     ) -> None:
-        """`config` is complete; `shape` is that of an initial drafter we would not make anew."""
+        """`config` must be complete. `shape` replaces the default shape of a new drafter."""
         from transformers import AutoConfig
 
         assert config.layers is not None

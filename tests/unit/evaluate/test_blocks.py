@@ -219,11 +219,11 @@ def test_block_attention_equals_dense_attention(layer: LayerAttention, heads: in
     inputs = [queries, *context, *own]
     upstream = torch.randn(ROWS, heads, count, WIDTH)
     found = attend_in_blocks(queries, context, own, mask)
-    wanted = attend_to_all(queries, context, own, dense_mask(layer))
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    expected = attend_to_all(queries, context, own, dense_mask(layer))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
         torch.autograd.grad(found, inputs, upstream),
-        torch.autograd.grad(wanted, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
         atol=1e-5,
         rtol=1e-4,
     )
@@ -271,16 +271,16 @@ def test_drafts_equal_those_of_the_decoding_loop(
     with torch.no_grad():
         drafted = drafted_slots(BlockForward(drafter, target.embedding), *observed, tokens, blocks)
         found = drafter.logits(drafted.hidden, target.head)  # [blocks, B-1, vocab]
-        wanted = []
+        expected = []
         for sequence, chosen in zip(sequences, anchors, strict=True):
             states = target.states(sequence.tokens[None])
             for anchor in chosen.tolist():
                 proposer = BlockProposer(drafter, target, 1)
                 proposer.commit(states[:, :anchor], torch.tensor([anchor]))
-                wanted.append(proposer.block_logits(sequence.tokens[anchor][None], size - 1)[0])
-    assert len(found) == len(wanted) == 6
-    torch.testing.assert_close(found, torch.stack(wanted), atol=1e-4, rtol=1e-4)
-    assert torch.equal(found.argmax(-1), torch.stack(wanted).argmax(-1))
+                expected.append(proposer.block_logits(sequence.tokens[anchor][None], size - 1)[0])
+    assert len(found) == len(expected) == 6
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.argmax(-1), torch.stack(expected).argmax(-1))
 
 
 def test_the_teacher_of_a_slot_is_the_state_that_chose_its_token(

@@ -41,9 +41,9 @@ def on_disk(path: Path, source: Counting, dtype: torch.dtype = torch.float32) ->
     return StatesOnDisk(path, source, lengths, taps=3, hidden_size=64, dtype=dtype)
 
 
-def assert_same(found: Observation, wanted: Observation, sequences: Sequence[Indexed]) -> None:
+def assert_same(found: Observation, expected: Observation, sequences: Sequence[Indexed]) -> None:
     for row, (_, sequence) in enumerate(sequences):
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a[row, : len(sequence)], b[row, : len(sequence)])
 
 

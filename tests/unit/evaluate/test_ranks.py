@@ -45,9 +45,9 @@ def by_one(target_folder: Path, data: DataFolder, tmp_path_factory: pytest.TempP
 
 
 def test_gradients_are_equal(by_one: Path, by_two: Path) -> None:
-    wanted, found = load_file(by_one / FIRST), load_file(by_two / FIRST)
-    assert wanted.keys() == found.keys()
-    for name, gradient in wanted.items():
+    expected, found = load_file(by_one / FIRST), load_file(by_two / FIRST)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
         largest = gradient.abs().max().item()
         torch.testing.assert_close(found[name], gradient, atol=1e-5 * largest, rtol=1e-5)
@@ -58,8 +58,8 @@ def test_validation_is_equal(by_one: Path, by_two: Path) -> None:
 
 
 def test_a_complete_run_is_equal(by_one: Path, by_two: Path) -> None:
-    wanted, found = load_file(by_one / FINAL), load_file(by_two / FINAL)
-    for name, weight in wanted.items():
+    expected, found = load_file(by_one / FINAL), load_file(by_two / FINAL)
+    for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-3)
     logs = [[(r.kind, r.step) for r in read_log(out / "run")] for out in (by_one, by_two)]
     assert logs[0] == logs[1]

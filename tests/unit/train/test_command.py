@@ -185,26 +185,6 @@ def test_a_different_acceptance_in_vllm_fails_the_run(
     assert record["served"]["served_steps"] == steps
 
 
-def served_acceptance(served_length: float, predicted: float) -> served.ServedAcceptance:
-    return served.ServedAcceptance(
-        prompts=1,
-        max_tokens=1,
-        draft_tokens=1,
-        served=served_length,
-        served_by_position=[],
-        served_steps=10,
-        predicted=predicted,
-        predicted_steps=10,
-    )
-
-
-@pytest.mark.parametrize("predicted", [1.89, 2.11])
-def test_served_and_predicted_acceptance_may_differ_by_five_percent(predicted: float) -> None:
-    with pytest.raises(served.ServedDiffersError, match=r"differ by 5\.5%, expected at most 5%"):
-        served.require_agreement(served_acceptance(2.0, predicted), Path("d"))
-    served.require_agreement(served_acceptance(2.0, 1.91), Path("d"))
-
-
 def test_a_crash_of_vllm_fails_the_run_with_its_last_output(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -343,12 +323,6 @@ def test_an_unwritable_folder_is_found_before_any_work(
     ended = train(out="file/out")
     assert ended.exit_code == 2
     assert "is not a folder" in ended.stderr
-
-
-def test_a_plan_warns_of_an_acceptance_too_low_to_be_useful(train: Train) -> None:
-    text = train("--plan").stdout
-    assert "too low to be useful" in text
-    assert "162,540 blocks" in text
 
 
 def test_a_continued_run_keeps_its_settings(

@@ -25,7 +25,7 @@ from support.small_runs import MakeRun
 
 
 @pytest.mark.parametrize(
-    ("layers", "wanted"),
+    ("layers", "expected"),
     [
         (36, (1, 9, 17, 25, 33)),  # as the published drafter of Qwen3-8B
         (30, (1, 8, 14, 20, 27)),
@@ -34,8 +34,8 @@ from support.small_runs import MakeRun
         (1, (0,)),
     ],
 )
-def test_taps_are_spread_evenly_over_the_target(layers: int, wanted: tuple[int, ...]) -> None:
-    assert spread_layer_ids(layers) == wanted
+def test_taps_are_spread_evenly_over_the_target(layers: int, expected: tuple[int, ...]) -> None:
+    assert spread_layer_ids(layers) == expected
     assert spread_layer_ids(36, taps=1) == (18,)
 
 

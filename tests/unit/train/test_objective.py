@@ -67,11 +67,11 @@ def test_chunked_and_eager_loss_and_gradient_are_equal(
     monkeypatch.setitem(loss.CHUNK_SLOTS, "cpu", 9)  # less than most batches, and no divisor
     hidden, slots = some_slots(*shape)
     found = loss_of_slots(hidden, slots, scores, objective, 5.0)
-    wanted = eager_loss_of_slots(hidden, slots, scores, objective, 5.0)
-    torch.testing.assert_close(found.loss, wanted.loss, atol=1e-5, rtol=1e-5)
-    assert torch.equal(found.hits, wanted.hits)
+    expected = eager_loss_of_slots(hidden, slots, scores, objective, 5.0)
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.hits, expected.hits)
     torch.testing.assert_close(
-        *(torch.autograd.grad(3 * each.loss, hidden) for each in (found, wanted)),
+        *(torch.autograd.grad(3 * each.loss, hidden) for each in (found, expected)),
         atol=1e-5,
         rtol=1e-4,
     )
@@ -90,9 +90,9 @@ def test_the_eager_loss_follows_the_formula() -> None:
         for k in range(4):
             assert slots.teacher is not None
             teacher = torch.softmax(scores.head @ slots.teacher[block, k], 0)
-            wanted = 0.3 * teacher
-            wanted[slots.labels[block, k]] += 0.7
-            total += weights[k] * -(wanted * probs[k].log()).sum().item()
+            expected = 0.3 * teacher
+            expected[slots.labels[block, k]] += 0.7
+            total += weights[k] * -(expected * probs[k].log()).sum().item()
     assert found.loss.item() == pytest.approx(total / 10.0, rel=1e-5)
 
 
@@ -113,12 +113,12 @@ def test_position_weights_by_hand() -> None:
     entropy = torch.tensor([[0.1, 2.0, 0.7, 1.3], [3.0, 0.2, 0.4, 0.9]])
     counted = torch.tensor([[True, True, True, True], [True, True, False, False]])
     found = position_weights(entropy, counted, DPACE)
-    wanted = [slow_dpace(entropy[row].tolist(), counted[row].tolist(), 0.5) for row in range(2)]
-    torch.testing.assert_close(found, torch.tensor(wanted))
+    expected = [slow_dpace(entropy[row].tolist(), counted[row].tolist(), 0.5) for row in range(2)]
+    torch.testing.assert_close(found, torch.tensor(expected))
     assert (found[:, :-1] >= found[:, 1:]).all()
     decayed = position_weights(entropy, counted, EXPONENTIAL)
-    wanted = [[math.exp(-(k - 1) / 4) for k in (1, 2, 3, 4)]] * 2
-    torch.testing.assert_close(decayed, torch.tensor(wanted) * counted)
+    expected = [[math.exp(-(k - 1) / 4) for k in (1, 2, 3, 4)]] * 2
+    torch.testing.assert_close(decayed, torch.tensor(expected) * counted)
 
 
 def test_position_weights_carry_no_gradient() -> None:

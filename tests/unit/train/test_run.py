@@ -79,12 +79,12 @@ def test_given_settings_are_not_changed(target_folder: Path, corpus: Corpus) -> 
     assert complete_settings(given, target_folder, corpus, TINY_VOCAB) == given
 
 
-@pytest.mark.parametrize(("epochs", "wanted"), [(1.0, "compute"), (3.0, "disk")])
+@pytest.mark.parametrize(("epochs", "expected"), [(1.0, "compute"), (3.0, "disk")])
 def test_states_are_kept_on_disk_if_they_are_read_again(
-    target_folder: Path, corpus: Corpus, epochs: float, wanted: str
+    target_folder: Path, corpus: Corpus, epochs: float, expected: str
 ) -> None:
     given = small_config(states="auto", epochs=epochs)
-    assert complete_settings(given, target_folder, corpus, TINY_VOCAB).states == wanted
+    assert complete_settings(given, target_folder, corpus, TINY_VOCAB).states == expected
 
 
 def test_validation_covers_all_held_out_samples_by_source(make_run: MakeRun) -> None:
