@@ -1,9 +1,9 @@
-"""Eight prepared candidates before the gate: which pass, and why the others do not.
+"""Eight prepared candidates for the gate: which pass, and why the others do not.
 
     python experiments/learn_gate.py --out results/learn/gate.json
 
-On a tiny target whose drafter learns in seconds; some minutes, as vLLM starts twice for every
-candidate that the files do not forbid.
+On a tiny target whose drafter learns in seconds. Takes some minutes, as vLLM starts twice for every
+candidate whose files are in order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rich.progress import track
 import common  # noqa: F401 - sets the environment
 from leadout.console import Progress
 from leadout.evaluate.compare import acceptance_by_drafter
-from leadout.learn.config import LearnConfig
-from leadout.learn.gate import Margins, Trial, compare, decide, gather, prove_lossless
+from leadout.learn.config import CycleSettings
+from leadout.learn.gate import Margins, Trial, check_lossless, compare, decide, evaluate
 from leadout.provenance import Provenance
 from support.gate_candidates import (
     CANDIDATES,
@@ -31,7 +31,7 @@ from support.gate_candidates import (
 )
 from support.learn_world import ALONE, SETTINGS_OF_FIRST, World, make_world
 
-MARGINS = Margins(gain=LearnConfig().gain, base_loss=LearnConfig().base_loss)
+MARGINS = Margins(gain=CycleSettings().gain, base_loss=CycleSettings().base_loss)
 LENGTH = SETTINGS_OF_FIRST.max_length
 
 
@@ -69,11 +69,11 @@ def row(candidate: Candidate, world: World, folder: Path) -> dict[str, Any]:
         max_length=LENGTH,
         device=ALONE.device,
     )
-    evidence = gather(trial, prove_lossless, Progress.silent())
+    evidence = evaluate(trial, check_lossless, Progress.silent())
     decision = decide(evidence, MARGINS)
     found: dict[str, Any] = {
         "name": candidate.name,
-        "deserves_to_pass": not candidate.blamed,
+        "deserves_to_pass": not candidate.broken_rules,
         "passed": decision.passed,
         "reasons": [reason.replace(str(world.target), "the target") for reason in decision.reasons],
         "traffic": evidence.traffic and evidence.traffic.model_dump(),

@@ -172,8 +172,8 @@ class Loop:
         command = [sys.executable, *torchrun, "-m", "leadout", *map(str, words), "--json"]
         alone = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, env=alone, stdout=subprocess.PIPE, text=True)
-        if ended.returncode:
-            sys.exit("leadout learn failed, see above; a second call goes on with it")
+        if not ended.stdout:  # a rejected candidate has a result, and exit code 1
+            sys.exit("leadout learn failed, see above; a second call continues with it")
         return json.loads(ended.stdout)
 
     def wait_for(self, url: str, version: int) -> Any:

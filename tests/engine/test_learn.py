@@ -1,4 +1,4 @@
-"""`leadout learn` with the real engine: two processes that learn, and the proof of the gate."""
+"""`leadout learn` with the real engine: training in two processes, and the lossless check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from leadout.learn.gate import prove_lossless
+from leadout.learn.gate import check_lossless
 from leadout.registry import Registry
 from support.learn_world import NEW, World, make_world, requests, start, write_capture
 
@@ -22,11 +22,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
 
 
-def test_two_processes_learn_and_vllm_proves_the_candidate(world: World, tmp_path: Path) -> None:
+def test_two_processes_learn_and_the_candidate_is_lossless_in_vllm(
+    world: World, tmp_path: Path
+) -> None:
     registry = start(world, tmp_path / "registry")
     capture = write_capture(tmp_path / "capture", world.target, requests(NEW, 150))
     words = ["learn", world.target, "--registry", registry.folder, "--traffic", capture]
-    words += ["--replay", world.data.folder, "--tokens", 30_000, "--least-requests", 20]
+    words += ["--replay", world.data.folder, "--tokens", 30_000, "--min-requests", 20]
     words += ["--learning-rate", 1e-2, "--json"]
     ended = subprocess.run(
         [*TORCHRUN, "-m", "leadout", *map(str, words)], capture_output=True, text=True
@@ -42,11 +44,11 @@ def test_two_processes_learn_and_vllm_proves_the_candidate(world: World, tmp_pat
     assert registry.ledger()[-1].evidence["lossless"] is True
 
 
-def test_an_answer_that_changes_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_answer_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter cannot change answers, so here the engine's answers are changed."""
-    from leadout.learn import gate as evidence
+    from leadout.learn import gate
 
-    real = evidence.run_session
+    real = gate.run_session
 
     def tampered(request: Any) -> Any:
         result = real(request)
@@ -57,8 +59,8 @@ def test_an_answer_that_changes_is_found(world: World, monkeypatch: pytest.Monke
             return result.model_copy(update={"runs": [run]})
         return result
 
-    monkeypatch.setattr(evidence, "run_session", tampered)
-    found = prove_lossless(world.target, world.drafter, requests(NEW, 4))
+    monkeypatch.setattr(gate, "run_session", tampered)
+    found = check_lossless(world.target, world.drafter, requests(NEW, 4))
     assert (found.texts, found.equal_texts) == (4, 3)
     assert found.divergences[0].position == 5
     assert found.divergences[0].logit_gap > 0

@@ -1,4 +1,4 @@
-"""Eight drafters that stand before the gate, of which one deserves to pass."""
+"""Eight candidates for the gate, of which one should pass."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from leadout.shards import Sample
 from support.drafters import random_drafter
 from support.learn_world import NEW, SETTINGS_OF_FIRST, World, requests, train
 
-TRAINED, JUDGED = 100, 40  # requests
-STALE = NEW + 1  # a language that was asked for, and is no more
+TRAINED, EVALUATED = 100, 40  # requests
+STALE = NEW + 1  # a language of earlier traffic
 FASTER = SETTINGS_OF_FIRST.model_copy(update={"learning_rate": 1e-2, "epochs": 3})
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     name: str
-    make: Callable[[World, Path], Path]  # writes it below a folder
-    blamed: tuple[str, ...]  # what each reason against it begins with; none: it passes
+    make: Callable[[World, Path], Path]  # writes it into a folder
+    broken_rules: tuple[str, ...]  # the start of each expected reason; none: it should pass
 
 
 def newest_requests() -> list[Sample]:
-    """The part that only the gate sees."""
-    return requests(NEW, JUDGED, first=1000)
+    """The requests that only the gate uses."""
+    return requests(NEW, EVALUATED, first=1000)
 
 
 def base_of(world: World) -> list[Sample]:
@@ -40,7 +40,7 @@ def base_of(world: World) -> list[Sample]:
 
 
 def overfitted_part() -> list[Sample]:
-    """The requests that the overfitted candidate knows by heart."""
+    """The requests that the overfitted candidate was trained on."""
     return requests(STALE, TRAINED // 2)
 
 

@@ -1,8 +1,8 @@
-"""A tiny target whose traffic moves on: text that its drafter knows, and text that it does not.
+"""A tiny target whose traffic changes: text that its drafter knows, and text that it does not.
 
-Every source speaks a language of its own, in which each word follows from the one before, and a
-drafter learns it in seconds. The target did not write that text: it stands for what was recorded,
-along which drafters are judged.
+Every source has its own language, in which each word follows from the one before, so a drafter
+learns it in seconds. The target did not write that text; it takes the place of recorded answers,
+on which drafters are compared.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from support.tiny_data import SOURCES, loaded, write_data, write_predictable_tar
 ALONE = Ranks(0, 1, torch.device("cpu"))
 WORDS, ANSWER = 16, 24
 KNOWN = 100  # sequences of each source
-NEW = len(SOURCES)  # the language of the traffic, of which the drafter has heard a little
-HEARD = 25
-SLIPS = 0.1  # of the words are others: no drafter foresees them
-BEGUN = datetime(2026, 1, 31, 9, 30, tzinfo=UTC)
+NEW = len(SOURCES)  # the language of the traffic, of which the drafter has seen a little
+SEEN = 25
+NOISE = 0.1  # share of random words, which no drafter can predict
+STARTED = datetime(2026, 1, 31, 9, 30, tzinfo=UTC)
 SETTINGS_OF_FIRST = TrainConfig(
     layers=1,
     block_size=5,
@@ -59,10 +59,10 @@ SETTINGS_OF_FIRST = TrainConfig(
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A served target."""
+    """A served target, its drafter, and the drafter's training data."""
 
     target: Path
-    data: DataFolder  # what its drafter was trained on
+    data: DataFolder
     drafter: Path
 
 
@@ -77,35 +77,35 @@ def make_world(folder: Path, epochs: float = SETTINGS_OF_FIRST.epochs) -> World:
     data = DataFolder(folder / "data")
     samples, first = data.samples(), SETTINGS_OF_FIRST.model_copy(update={"epochs": epochs})
     trained = split(samples, first.max_length, first.validation_sequences).train
-    text = [*(samples[i] for i in trained), *requests(NEW, HEARD, first=500)]
+    text = [*(samples[i] for i in trained), *requests(NEW, SEEN, first=500)]
     drafter = train(target, folder / "first", text, "random", first)
     first.write(drafter / SETTINGS)
     return World(target, data, drafter)
 
 
 def start(world: World, folder: Path) -> Registry:
-    """A registry that serves the world's drafter."""
+    """Create a registry that serves the world's drafter."""
     start_registry(str(world.target), folder, str(world.drafter))
     return Registry(folder)
 
 
 def requests(language: int, count: int, first: int = 0, temperature: float = 0.0) -> list[Sample]:
-    """Captured requests in one of the languages, a second apart."""
+    """Captured requests in one of the languages, one second apart."""
     draw = random.Random(f"{language} {first}")
     words = random.Random(language).sample(range(250), WORDS)
     found = []
     for number in range(first, first + count):
         place = draw.randrange(WORDS)
-        spoken = [
-            draw.randrange(250) if draw.random() < SLIPS else words[(place + step) % WORDS]
+        answer = [
+            draw.randrange(250) if draw.random() < NOISE else words[(place + step) % WORDS]
             for step in range(ANSWER)
         ]
         found.append(
             Sample(
-                id=sample_id(BEGUN + timedelta(seconds=number), f"request-{number}"),
+                id=sample_id(STARTED + timedelta(seconds=number), f"request-{number}"),
                 source=SOURCE,
                 prompt=[draw.randrange(250) for _ in range(draw.randrange(6, 14))],
-                response=spoken,
+                response=answer,
                 temperature=temperature,
             )
         )
@@ -113,21 +113,21 @@ def requests(language: int, count: int, first: int = 0, temperature: float = 0.0
 
 
 def write_capture(folder: Path, target: Path, samples: Sequence[Sample], segments: int = 2) -> Path:
-    """As a server leaves its traffic."""
+    """Write traffic as a server captures it."""
     folder.mkdir()
     info = CaptureInfo(target="tiny", target_fingerprint=fingerprint(target))
     (folder / INFO).write_text(info.model_dump_json())
     size = -(-len(samples) // segments)
     for number in range(segments):
-        name = segment_name(BEGUN + timedelta(seconds=number), process=4711)
+        name = segment_name(STARTED + timedelta(seconds=number), process=4711)
         with ShardWriter(folder / name) as writer:
             for sample in samples[number * size : (number + 1) * size]:
                 writer.append(sample)
     return folder
 
 
-def prove_by_reference(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
-    """Greedy answers with and without the drafter, by the reference loop."""
+def lossless_by_reference(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
+    """Compare greedy answers with and without the drafter, by the reference decoder."""
     model = load_drafter(drafter, torch.float32)
     seen = loaded(target, model.config.target_layer_ids)
     prompts = [sample.prompt for sample in samples]
@@ -143,7 +143,7 @@ def prove_by_reference(target: Path, drafter: Path, samples: Sequence[Sample]) -
 def train(
     target: Path, out: Path, samples: Sequence[Sample], initial: str | Path, settings: TrainConfig
 ) -> Path:
-    """A drafter from these samples, all of them trained on."""
+    """Train a drafter on all of these samples."""
     with ShardWriter(out / "samples.jsonl") as writer:
         for sample in samples:
             writer.append(sample)

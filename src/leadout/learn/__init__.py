@@ -1,1 +1,1 @@
-"""Keeping a drafter up with its traffic: adapt it, prove it better, publish it."""
+"""Continual learning: adapt a drafter to its traffic, test that it is better, and publish it."""

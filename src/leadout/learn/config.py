@@ -1,73 +1,140 @@
-"""All that decides a cycle of learning: each field is a flag and a default at once."""
+"""The settings of `leadout learn`, and its errors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, model_validator
 
-from leadout.errors import LeadoutError
-from leadout.settings import Settings
+from leadout.errors import UNDECIDED, LeadoutError
+from leadout.settings import Settings, setting
 
 DEFAULT_MINUTES = 30.0
 
 
 class LearnError(LeadoutError):
-    """A cycle that cannot be carried out as asked."""
+    """A cycle that cannot be run as requested."""
 
 
-class LearnConfig(Settings):
-    """One cycle."""
+class TooLittleTrafficError(LearnError):
+    """There is not enough captured traffic to train on and to evaluate on."""
+
+    exit_code = UNDECIDED
+
+
+class Record(BaseModel):
+    """Base of what this package writes to files and prints as JSON."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CycleSettings(Settings):
+    """How a cycle trains and what its candidate must achieve; recorded with every candidate."""
 
     command = "learn"
 
-    minutes: Annotated[
-        float | None, Field(gt=0, description=f"Time to train for, {DEFAULT_MINUTES:g} unless set.")
-    ] = None
-    tokens: Annotated[
-        int | None, Field(ge=1, description="Or: answer tokens to train on, repetitions counted.")
-    ] = None
-    held_out: Annotated[
-        float,
-        Field(gt=0, lt=1, description="Share of the requests, the newest, kept for the gate."),
-    ] = 0.2
-    least_requests: Annotated[
-        int, Field(ge=1, description="Fewest requests to train on, and to judge by.")
-    ] = 50
-    replay_share: Annotated[
-        float, Field(ge=0, lt=1, description="Share of replayed data in training.")
-    ] = 0.5
-    learning_rate: Annotated[
-        float | None, Field(gt=0, description="Unset: half of what the drafter was trained with.")
-    ] = None
-    gain: Annotated[
-        float,
-        Field(ge=0, description="Acceptance length must rise on traffic by this share, surely."),
-    ] = 0.03
-    base_loss: Annotated[
-        float,
-        Field(ge=0, description="It must not fall on replayed data by more than this, surely."),
-    ] = 0.03
+    minutes: float | None = setting(
+        None,
+        f"Training time in minutes. Default: {DEFAULT_MINUTES:g}, unless --tokens is given.",
+        panel="Training",
+        gt=0,
+    )
+    tokens: int | None = setting(
+        None,
+        "Answer tokens to train on, repetitions included; instead of --minutes.",
+        panel="Training",
+        ge=1,
+    )
+    learning_rate: float | None = setting(
+        None,
+        "Peak learning rate. Default: half the rate that the drafter was first trained with.",
+        panel="Training",
+        gt=0,
+    )
+    replay_share: float = setting(
+        0.5, "Share of replayed data among the training sequences.", panel="Training", ge=0, lt=1
+    )
+    held_out: float = setting(
+        0.2,
+        "Share of the requests, the newest, that is kept for the gate.",
+        panel="Gate",
+        gt=0,
+        lt=1,
+    )
+    min_requests: int = setting(
+        50,
+        "Minimum number of requests to train on, and to evaluate on.",
+        panel="Gate",
+        ge=1,
+        validation_alias=AliasChoices("min_requests", "least_requests"),  # as in earlier files
+    )
+    gain: float = setting(
+        0.03,
+        "Minimum relative gain in acceptance length on held-out traffic, by the lower bound of its "
+        "95% confidence interval.",
+        panel="Gate",
+        ge=0,
+    )
+    base_loss: float = setting(
+        0.03,
+        "Maximum relative loss on replayed data, by the same bound.",
+        panel="Gate",
+        ge=0,
+    )
 
     @model_validator(mode="after")
-    def _one_budget(self) -> Self:
+    def _require_one_budget(self) -> Self:
         if self.minutes is not None and self.tokens is not None:
             raise ValueError("--minutes and --tokens are two budgets; give one of them.")
         return self
 
 
-# What `leadout learn` is asked to do.
+class _Folders(Settings):
+    target: str | None = setting(
+        None, "Folder or hub name of the target; not needed for --status.", panel="argument"
+    )
+    registry: Path = setting(
+        ..., "Folder with the versions of the drafter.", panel="Folders", metavar="DIR"
+    )
+    traffic: Path | None = setting(
+        None, "Folder written by `leadout serve --capture`.", panel="Folders", metavar="DIR"
+    )
+    replay: Path | None = setting(
+        None,
+        "Folder written by `leadout data`: what the drafter was first trained on.",
+        panel="Folders",
+        metavar="DIR",
+    )
+    work: Path | None = setting(
+        None,
+        "Folder for intermediate files. Default: `work` in the registry.",
+        panel="Folders",
+        metavar="DIR",
+    )
+    start: str | None = setting(
+        None,
+        "Create the registry with this drafter as version 1; trains nothing.",
+        panel="Folders",
+        metavar="DRAFTER",
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class LearnRequest:
-    """One cycle: adapt, gate, publish."""
+class LearnConfig(CycleSettings, _Folders):  # in this order, --help lists the folders first
+    """All settings of `leadout learn`."""
 
-    target: str
-    registry: Path
-    traffic: Path
-    replay: Path
-    work: Path
-    config: LearnConfig
+    @property
+    def cycle(self) -> CycleSettings:
+        """Without the folders, which differ between machines."""
+        return CycleSettings(**self.model_dump(include=set(CycleSettings.model_fields)))
+
+    @property
+    def work_folder(self) -> Path:
+        return self.work or self.registry / "work"
+
+    def required(self, name: str) -> Any:
+        """The value of a setting that is optional only for --status or --start."""
+        value = getattr(self, name)
+        if value is None:
+            raise LearnError(f"{self.flag_of(name)} is required. See `leadout learn --help`.")
+        return value

@@ -1,8 +1,14 @@
-"""Captured traffic as learning needs it: each prompt once, and the newest part kept for judging.
+"""The text of a cycle: captured traffic and replayed data, split into five files without overlap.
 
-The split is by time, because the traffic to come resembles the newest most, and by request: a
-prompt that was asked again counts where it was asked last, so nothing that is judged was trained
-on.
+    traffic.jsonl     captured requests to train on
+    replay.jsonl      original data to train on, against forgetting
+    validation.jsonl  some of both, to select the best step
+    held_out.jsonl    the newest requests, for the gate only
+    base.jsonl        original data that no version was trained on, for the gate only
+
+Traffic is split by time, because future traffic resembles the newest most. A prompt that was
+requested again counts once, at its last request, so that the gate never evaluates on a prompt that
+was trained on.
 """
 
 from __future__ import annotations
@@ -19,21 +25,27 @@ import torch
 from leadout.data.manifest import DataFolder
 from leadout.engine.capture_store import read_info, segment_paths
 from leadout.evaluate.blocks import Split, split
-from leadout.learn.config import LearnConfig, LearnError
+from leadout.learn.config import CycleSettings, LearnError, TooLittleTrafficError
 from leadout.shards import Sample, Samples, ShardWriter, read_shard
 from leadout.train.config import TrainConfig
 from leadout.train.run import Corpus
 
-# Enough for any budget of one cycle; older requests say less about those to come.
-MOST_REQUESTS = 20_000
-LONGEST = 2048  # longer requests are cut, unless the drafter was trained on longer ones
-COVERED = 0.95  # of the requests are not cut
-STEP_OF_LENGTH = 64
+TRAFFIC, REPLAY, VALIDATION = "traffic.jsonl", "replay.jsonl", "validation.jsonl"
+HELD_OUT, BASE = "held_out.jsonl", "base.jsonl"
+
+# Enough for the budget of one cycle; older requests say less about future ones.
+MAX_REQUESTS = 20_000
+MAX_LENGTH = 2048  # longer requests are cut, unless the drafter was trained on longer ones
+UNCUT_SHARE = 0.95  # of the requests, within MAX_LENGTH
+LENGTH_MULTIPLE = 64
+MAX_HELD_OUT = 400  # more hardly make the confidence interval smaller
+MAX_VALIDATION = 32  # from the traffic, and as many from the replay
+MAX_VALIDATION_SHARE = 0.1  # of the traffic to train on
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Distinct requests, as numbers of samples in the order of time."""
+    """Distinct requests as indices into `samples`, oldest first."""
 
     samples: Samples
     max_length: int
@@ -41,91 +53,81 @@ class Traffic:
     held_out: list[int]
 
 
-def snapshot(folder: Path, target_fingerprint: str, copy: Path) -> list[Path]:
-    """Copy the newest files: a server goes on writing them, and removes old ones."""
-    found = read_info(folder)
-    if found.target_fingerprint != target_fingerprint:
+def copy_newest(folder: Path, target_fingerprint: str, copy: Path) -> list[Path]:
+    """Copy the newest files of captured traffic, since the server keeps writing and removing."""
+    info = read_info(folder)
+    if info.target_fingerprint != target_fingerprint:
         raise LearnError(
-            f"--traffic {folder}: found traffic of {found.target} (fingerprint "
-            f"{found.target_fingerprint[:12]}), wanted that of the target "
-            f"({target_fingerprint[:12]}): a drafter learns only from its own target's text; "
-            "capture the traffic of this target in a folder of its own"
+            f"--traffic {folder} was captured from {info.target} (fingerprint "
+            f"{info.target_fingerprint[:12]}), not from the target ({target_fingerprint[:12]}). A "
+            "drafter learns only from its own target's text: capture the traffic of this target in "
+            "a separate folder."
         )
     copy.mkdir(parents=True, mode=0o700)
     copied: list[Path] = []
     requests = 0
     for path in reversed(segment_paths(folder)):
-        if requests >= MOST_REQUESTS:
+        if requests >= MAX_REQUESTS:
             break
         try:
             copied.append(Path(shutil.copy(path, copy)))  # with its permissions
-        except FileNotFoundError:  # the oldest go first: no older one is there either
+        except FileNotFoundError:  # the oldest are removed first, so all older ones are gone too
             break
         requests += sum(1 for _ in read_shard(copied[-1]))
     return copied
 
 
 def split_traffic(
-    paths: Sequence[Path], config: LearnConfig, *, block_size: int, shortest: int, longest: int
+    paths: Sequence[Path],
+    settings: CycleSettings,
+    *,
+    block_size: int,
+    min_length: int,
+    max_length: int,
 ) -> Traffic:
-    """`shortest` and `longest` bound the length of sequences to train on."""
+    """Distinct requests, the newest held out; the two lengths bound where sequences are cut."""
     samples = Samples(paths)
-    max_length = length_for(samples, shortest, longest)
+    length = sequence_length(samples, min_length, max_length)
     newest: dict[bytes, int] = {}
     for index in range(len(samples)):
         sample = samples[index]
-        # Only where a whole block lies in the answer is it known how many drafts stand.
-        if min(len(sample.response), max_length - len(sample.prompt)) >= block_size:
-            newest[text_of(sample)] = index
-    requests = sorted(newest.values())[-MOST_REQUESTS:]
-    held_out = max(config.least_requests, round(config.held_out * len(requests)))
-    if len(requests) - held_out < config.least_requests:
-        raise LearnError(
-            f"--traffic: found {len(requests)} different requests with an answer of {block_size} "
-            f"tokens and more, wanted at least {2 * config.least_requests}: half to train on, half "
-            "to judge by; let the server capture more, or lower --least-requests"
+        # Acceptance can only be counted where a whole block lies within the answer.
+        if min(len(sample.response), length - len(sample.prompt)) >= block_size:
+            newest[prompt_key(sample)] = index
+    requests = sorted(newest.values())[-MAX_REQUESTS:]
+    held_out = max(settings.min_requests, round(settings.held_out * len(requests)))
+    if len(requests) - held_out < settings.min_requests:
+        raise TooLittleTrafficError(
+            f"--traffic has {len(requests)} distinct requests with an answer of at least "
+            f"{block_size} tokens, but {2 * settings.min_requests} are required: half to train on, "
+            "half to evaluate on. Capture more traffic, or lower --min-requests."
         )
-    return Traffic(samples, max_length, requests[:-held_out], requests[-held_out:])
+    return Traffic(samples, length, requests[:-held_out], requests[-held_out:])
 
 
-def length_for(samples: Samples, shortest: int, longest: int) -> int:
-    """The length to which sequences are cut."""
+def sequence_length(samples: Samples, min_length: int, max_length: int) -> int:
+    """The length to which sequences are cut: long enough for nearly all of them."""
     lengths = sorted(len(sample.prompt) + len(sample.response) for sample in samples)
     if not lengths:
-        return shortest
-    wanted = lengths[round(COVERED * (len(lengths) - 1))]
-    rounded = -(-wanted // STEP_OF_LENGTH) * STEP_OF_LENGTH
-    return min(max(shortest, min(rounded, LONGEST)), longest)
+        return min_length
+    needed = lengths[round(UNCUT_SHARE * (len(lengths) - 1))]
+    rounded = -(-needed // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    return min(max(min_length, min(rounded, MAX_LENGTH)), max_length)
 
 
-def text_of(sample: Sample) -> bytes:
-    """Stands for the prompt."""
+def prompt_key(sample: Sample) -> bytes:
+    """A hash that is equal for equal prompts."""
     return hashlib.sha256(repr(sample.prompt).encode()).digest()
 
 
-def spread(indices: Sequence[int], count: int) -> list[int]:
-    """So many of them, from all over their range."""
-    wanted = min(count, len(indices))
-    return [indices[len(indices) * place // wanted] for place in range(wanted)]
-
-
-# What a cycle trains on and what it is judged by, on the disk: five files that share no prompt.
-#
-# traffic.jsonl     captured requests to train on
-# replay.jsonl      original data to train on, so that little is forgotten
-# validation.jsonl  some of both, to choose the best step by
-# held_out.jsonl    the newest requests: only for the gate
-# base.jsonl        original data that no drafter of this line was trained on: only for the gate
-
-TRAFFIC, REPLAY, VALIDATION = "traffic.jsonl", "replay.jsonl", "validation.jsonl"
-HELD_OUT, BASE = "held_out.jsonl", "base.jsonl"
-MOST_JUDGED = 400  # of the newest requests: more hardly narrow the interval
-MOST_VALIDATED = 32  # of the traffic, and as many of the replay
-VALIDATED_SHARE = 0.1  # at most, of the traffic to train on
+def evenly_spaced(indices: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the indices, from their whole range."""
+    taken = min(count, len(indices))
+    return [indices[len(indices) * place // taken] for place in range(taken)]
 
 
 class Mix(NamedTuple):
-    """The samples of each file."""
+    """The samples of the five files."""
 
     traffic: list[Sample]
     replay: list[Sample]
@@ -135,35 +137,34 @@ class Mix(NamedTuple):
 
 
 def make_mix(
-    traffic: Traffic, replay: DataFolder, settings: TrainConfig, share: float, seed: int
+    traffic: Traffic, replay: DataFolder, first: TrainConfig, replay_share: float, seed: int
 ) -> Mix:
-    """`settings` are those that the drafter was first trained with: they say what was held out."""
+    """`first` are the settings of the drafter's first training, which say what was held out."""
     samples = replay.samples()
-    original = split(samples, settings.max_length, settings.validation_sequences)
+    original = split(samples, first.max_length, first.validation_sequences)
     if not original.validation:
         raise LearnError(
-            f"--replay {replay.folder}: found {len(samples)} samples and no greedy one to hold "
-            "out, wanted some: they show what is forgotten; make more data with `leadout data`"
+            f"--replay {replay.folder}: none of the {len(samples)} samples is greedy, and only "
+            "greedy ones can be held out to measure forgetting. Generate more with `leadout data`."
         )
-    count = max(1, min(MOST_VALIDATED, round(VALIDATED_SHARE * len(traffic.training))))
-    validated = spread(traffic.training, count)
-    pool = sorted(original.train, key=lambda index: _rank(seed, samples[index].id))
+    count = max(1, min(MAX_VALIDATION, round(MAX_VALIDATION_SHARE * len(traffic.training))))
+    pool = sorted(original.train, key=lambda index: _shuffle_key(seed, samples[index].id))
     validation = [
-        *(traffic.samples[index] for index in validated),
+        *(traffic.samples[index] for index in evenly_spaced(traffic.training, count)),
         *(samples[index] for index in pool[:count]),
     ]
     base = [samples[index] for index in original.validation]
-    held_out = [traffic.samples[index] for index in spread(traffic.held_out, MOST_JUDGED)]
-    hidden = {text_of(sample) for sample in [*validation, *base]}
-    # All of the newest requests, not only those that are judged.
-    hidden |= {text_of(traffic.samples[index]) for index in traffic.held_out}
-    new = list(_without(hidden, (traffic.samples[index] for index in traffic.training)))
-    old = list(_without(hidden, (samples[index] for index in pool[count:])))
-    return Mix(new, old[: replayed(len(new), share)], validation, held_out, base)
+    held_out = [traffic.samples[index] for index in evenly_spaced(traffic.held_out, MAX_HELD_OUT)]
+    excluded = {prompt_key(sample) for sample in [*validation, *base]}
+    # All of the newest requests, not only those that are evaluated.
+    excluded |= {prompt_key(traffic.samples[index]) for index in traffic.held_out}
+    new = list(_without(excluded, (traffic.samples[index] for index in traffic.training)))
+    old = list(_without(excluded, (samples[index] for index in pool[count:])))
+    return Mix(new, old[: replay_count(len(new), replay_share)], validation, held_out, base)
 
 
 def write_mix(mix: Mix, folder: Path) -> None:
-    """Readable by the owner only: it is what users wrote."""
+    """Readable by the owner only: it contains what users wrote."""
     folder.mkdir(parents=True, mode=0o700)
     names = (TRAFFIC, REPLAY, VALIDATION, HELD_OUT, BASE)
     for name, samples in zip(names, mix, strict=True):
@@ -176,8 +177,8 @@ def read_part(folder: Path, name: str) -> list[Sample]:
     return [sample for _, sample in read_shard(folder / name)]
 
 
-def read_training(folder: Path, max_length: int, share: float, vocab_size: int) -> Corpus:
-    """The parts to train on as a run takes them; too little replay is repeated to its share."""
+def read_training(folder: Path, max_length: int, replay_share: float, vocab_size: int) -> Corpus:
+    """The files to train on; replayed samples are repeated if there are too few for their share."""
     paths = [folder / name for name in (TRAFFIC, REPLAY, VALIDATION)]
     samples = Samples(paths)
     by_path: dict[str, list[int]] = {path.name: [] for path in paths}
@@ -189,20 +190,20 @@ def read_training(folder: Path, max_length: int, share: float, vocab_size: int) 
         if samples.path_of(index).name != VALIDATION:
             counts += torch.bincount(torch.tensor(sample.response), minlength=vocab_size)
     new, old = by_path[TRAFFIC], by_path[REPLAY]
-    wanted = replayed(len(new), share)
-    repeated = (old * -(-wanted // len(old)))[:wanted] if old else []
+    count = replay_count(len(new), replay_share)
+    repeated = (old * -(-count // len(old)))[:count] if old else []
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
     return Corpus(samples, Split([*new, *repeated], by_path[VALIDATION]), lengths, counts, digest)
 
 
-def replayed(new: int, share: float) -> int:
-    """So many sequences of replay beside so many new ones."""
+def replay_count(new: int, share: float) -> int:
+    """The number of replayed sequences beside `new` new ones."""
     return round(new * share / (1 - share))
 
 
-def _without(hidden: set[bytes], samples: Iterable[Sample]) -> Iterator[Sample]:
-    return (sample for sample in samples if text_of(sample) not in hidden)
+def _without(excluded: set[bytes], samples: Iterable[Sample]) -> Iterator[Sample]:
+    return (sample for sample in samples if prompt_key(sample) not in excluded)
 
 
-def _rank(seed: int, name: str) -> str:
+def _shuffle_key(seed: int, name: str) -> str:
     return hashlib.sha256(f"replay {seed} {name}".encode()).hexdigest()

@@ -1,7 +1,8 @@
-"""Whether a candidate may take the serving drafter's place: a pure function of what was measured.
+"""The gate: whether a candidate may replace the serving drafter.
 
-Requests, not tokens, are drawn again for the intervals, and both drafters are judged on the same
-requests of each draw.
+`evaluate` measures a candidate, `decide` is a pure function of what was measured. Confidence
+intervals come from a bootstrap over requests, paired: each resample has the same requests for both
+drafters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from leadout.check import lossless
 from leadout.check.lossless import compare_answers
@@ -26,55 +27,57 @@ from leadout.evaluate.acceptance import TextAcceptance
 from leadout.evaluate.compare import acceptance_by_drafter, served_draft_tokens
 from leadout.evaluate.hidden_states import load_model
 from leadout.findings import Finding, Severity
-from leadout.learn.data import spread
+from leadout.learn.config import Record
+from leadout.learn.data import evenly_spaced
 from leadout.shards import Sample
 from leadout.stats import Floats, Indices, Interval, bootstrap
 
+LOSSLESS_PROMPTS = 8  # from the traffic, and as many from the base
+LOSSLESS_TOKENS = 64
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Margins(_Record):
-    """As shares of the serving drafter's acceptance length."""
-
-    gain: float  # on traffic, at least
-    base_loss: float  # on replayed data, at most
+LosslessCheck = Callable[[Path, Path, Sequence[Sample]], Lossless]
 
 
-class Comparison(_Record):
+class Margins(Record):
+    """Relative to the serving drafter's acceptance length."""
+
+    gain: float  # minimum on traffic
+    base_loss: float  # maximum on replayed data
+
+
+class Comparison(Record):
     """Acceptance lengths of the serving drafter and the candidate on the same requests."""
 
     requests: int
     before: Interval
     after: Interval
-    change: Interval  # as a share of before
+    change: Interval  # relative to before
 
 
-class Evidence(_Record):
-    """All that is known of a candidate; None was not tried, because the files forbid to run it."""
+class Evidence(Record):
+    """What was measured on a candidate; None if its files already ruled out running it."""
 
     findings: list[Finding]
     traffic: Comparison | None = None
     base: Comparison | None = None
-    base_by_source: dict[str, Comparison] = {}
+    base_by_source: dict[str, Comparison] = Field(default_factory=dict)
     lossless: Lossless | None = None
 
 
-class Decision(_Record):
+class Decision(Record):
     passed: bool
-    reasons: list[str]  # why it passed, or everything that speaks against it
+    reasons: list[str]  # why it passed, or every rule that it breaks
 
 
 def compare(before: Sequence[TextAcceptance], after: Sequence[TextAcceptance]) -> Comparison:
-    """By acceptance along decoding, over all requests."""
+    """Acceptance length over all decoding steps of all requests."""
     old, new = _Sums(before), _Sums(after)
     count = len(before)
     return Comparison(
         requests=count,
         before=bootstrap(count, old.length),
         after=bootstrap(count, new.length),
-        change=bootstrap(count, lambda draw: new.length(draw) / old.length(draw) - 1),
+        change=bootstrap(count, lambda drawn: new.length(drawn) / old.length(drawn) - 1),
     )
 
 
@@ -92,100 +95,88 @@ def compare_by_source(
 
 
 def decide(evidence: Evidence, margins: Margins) -> Decision:
-    """Every rule that is broken, not only the first."""
-    against = [
+    """The decision, with every rule that is broken and not only the first."""
+    broken = [
         f"{finding.name}: {finding.message}"
         for finding in evidence.findings
         if finding.severity is Severity.ERROR
     ]
     if evidence.lossless is not None:
         changed = lossless.finding_of(evidence.lossless)
-        against += [f"{changed.name}: {changed.message}"] if changed else []
-    elif not against:
-        against.append("not-lossless: it was not tried")
+        broken += [f"{changed.name}: {changed.message}"] if changed else []
+    elif not broken:
+        broken.append("not-lossless: not measured")
     if evidence.traffic is not None:
-        against += _against_traffic(evidence.traffic, margins)
-    elif not against:
-        against.append("traffic: it was not tried")
+        broken += _broken_by_traffic(evidence.traffic, margins)
+    elif not broken:
+        broken.append("traffic: not measured")
     if evidence.base is not None:
-        against += _against_base(evidence.base, evidence.base_by_source, margins)
-    elif not against:
-        against.append("base: it was not tried")
-    if against:
-        return Decision(passed=False, reasons=against)
+        broken += _broken_by_base(evidence.base, evidence.base_by_source, margins)
+    elif not broken:
+        broken.append("base: not measured")
+    if broken:
+        return Decision(passed=False, reasons=broken)
     assert evidence.traffic is not None
     assert evidence.base is not None
     return Decision(
         passed=True,
         reasons=[
-            f"traffic: acceptance length {_told(evidence.traffic)}, wanted at least "
-            f"{margins.gain:+.1%}",
-            f"base: acceptance length {_told(evidence.base)}, wanted at least "
-            f"{-margins.base_loss:+.1%}",
+            f"traffic: {_described(evidence.traffic)}; required: {margins.gain:+.1%}",
+            f"base: {_described(evidence.base)}; required: {-margins.base_loss:+.1%}",
         ],
     )
 
 
-def _against_traffic(traffic: Comparison, margins: Margins) -> list[str]:
+def _broken_by_traffic(traffic: Comparison, margins: Margins) -> list[str]:
     if traffic.change.low >= margins.gain:
         return []
-    return [
-        f"traffic: acceptance length {_told(traffic)}, wanted at least {margins.gain:+.1%} at the "
-        "lower end"
-    ]
+    return [f"traffic: {_described(traffic)}; the lower bound must be at least {margins.gain:+.1%}"]
 
 
-def _against_base(
+def _broken_by_base(
     base: Comparison, by_source: dict[str, Comparison], margins: Margins
 ) -> list[str]:
-    """Over all sources, a loss must be surely small; of one, it must not be surely large.
+    """Over all sources the loss must be shown to be small; for one, it must not be shown large.
 
-    A single source has few requests: asked for as much certainty, none would ever pass.
+    A single source has too few requests for an interval as small as that over all of them.
     """
-    wanted = f"wanted at least {-margins.base_loss:+.1%} at the"
-    against = []
+    limit = f"must be at least {-margins.base_loss:+.1%}"
+    broken = []
     if base.change.low < -margins.base_loss:
-        against.append(f"base: acceptance length {_told(base)}, {wanted} lower end")
-    against += [
-        f"base, {source}: acceptance length {_told(found)}, {wanted} upper end"
-        for source, found in by_source.items()
-        if found.change.high < -margins.base_loss
+        broken.append(f"base: {_described(base)}; the lower bound {limit}")
+    broken += [
+        f"base, {source}: {_described(comparison)}; the upper bound {limit}"
+        for source, comparison in by_source.items()
+        if comparison.change.high < -margins.base_loss
     ]
-    return against
+    return broken
 
 
-def _told(found: Comparison) -> str:
-    change = found.change
+def _described(comparison: Comparison) -> str:
+    change = comparison.change
     return (
-        f"{found.before.value:.3f} to {found.after.value:.3f}, {change.value:+.1%} "
-        f"({change.low:+.1%} to {change.high:+.1%}) over {found.requests} requests"
+        f"acceptance length {comparison.before.value:.3f} -> {comparison.after.value:.3f}, "
+        f"{change.value:+.1%} (95% interval {change.low:+.1%} to {change.high:+.1%}) over "
+        f"{comparison.requests} requests"
     )
 
 
 class _Sums:
-    """Accepted drafts and steps of each request."""
+    """Accepted drafts and decoding steps of each request."""
 
     def __init__(self, texts: Sequence[TextAcceptance]) -> None:
         self._accepted = np.array([sum(text.at_steps) for text in texts], dtype=np.float64)
         self._steps = np.array([len(text.at_steps) for text in texts], dtype=np.float64)
 
     def length(self, drawn: Indices) -> Floats:
-        """Acceptance length over the requests of each draw."""
+        """Acceptance length over the requests `drawn` [..., requests] of each resample."""
         steps = np.maximum(self._steps[drawn].sum(-1), 1)
         return np.asarray(1 + self._accepted[drawn].sum(-1) / steps)
 
 
-# Everything that the gate wants to know of a candidate.
-
-PROVED_PROMPTS = 8  # of the traffic, and as many of the base
-PROVED_TOKENS = 64
-
-Prove = Callable[[Path, Path, Sequence[Sample]], Lossless]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate, what it would replace, and the requests to judge both by."""
+    """A candidate, the drafter that it would replace, and the requests to compare them on."""
 
     target: Path
     serving: Path
@@ -196,8 +187,8 @@ class Trial:
     device: torch.device
 
 
-def gather(trial: Trial, prove: Prove, progress: Progress) -> Evidence:
-    """What files forbid to run is not run."""
+def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence:
+    """Measure a candidate; one whose files already rule it out is not run."""
     findings = static_findings(trial.target, trial.candidate)
     findings += shape_findings(read_checkpoint(trial.serving), trial.candidate)
     if any(finding.severity is Severity.ERROR for finding in findings):
@@ -209,12 +200,12 @@ def gather(trial: Trial, prove: Prove, progress: Progress) -> Evidence:
         samples,
         trial.max_length,
         trial.device,
-        progress.stage("held-out requests, with both drafters", len(samples)),
+        progress.stage("comparing drafters", len(samples)),
     )
     newest = len(trial.held_out)
-    _make_room()
-    done = progress.stage("vLLM with and without the candidate", 1)
-    proof = prove(trial.target, trial.candidate, [*_some(trial.held_out), *_some(trial.base)])
+    _free_memory()
+    done = progress.stage("vLLM with and without it", 1)
+    proof = check(trial.target, trial.candidate, [*_some(trial.held_out), *_some(trial.base)])
     done()
     return Evidence(
         findings=findings,
@@ -226,38 +217,38 @@ def gather(trial: Trial, prove: Prove, progress: Progress) -> Evidence:
 
 
 def shape_findings(serving: Checkpoint, candidate: Path) -> list[Finding]:
-    """A running server replaces weights, not what they are computed with."""
+    """A running server can replace the weights of a drafter, but not its configuration."""
     try:
         found = read_checkpoint(candidate).config
     except CheckpointError:
-        return []  # another finding already
-    wanted = serving.config
+        return []  # already another finding
+    expected = serving.config
     return [
         Finding(
             name="shape",
             severity=Severity.ERROR,
             message=(
-                f"found {field.name} {getattr(found, field.name)}, wanted "
-                f"{getattr(wanted, field.name)} as in the drafter that is served"
+                f"{field.name} is {getattr(found, field.name)}, but "
+                f"{getattr(expected, field.name)} in the serving drafter"
             ),
-            remedy="Start a registry of its own for a drafter of another shape.",
+            remedy="Create a separate registry for a drafter of another shape.",
         )
-        for field in dataclasses.fields(wanted)
-        if getattr(found, field.name) != getattr(wanted, field.name)
+        for field in dataclasses.fields(expected)
+        if getattr(found, field.name) != getattr(expected, field.name)
     ]
 
 
-def prove_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
-    """Greedy answers in float32, with and without the drafter, each in a process of its own."""
+def check_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
+    """Compare vLLM's greedy float32 answers with and without the drafter, in child processes."""
     drafts = served_draft_tokens(drafter)
-    room = read_checkpoint(drafter).config.max_positions - PROVED_TOKENS - drafts
-    prompts = {"held out": [sample.prompt[-room:] for sample in samples]}
+    max_prompt = read_checkpoint(drafter).config.max_positions - LOSSLESS_TOKENS - drafts
+    prompts = {"held out": [sample.prompt[-max_prompt:] for sample in samples]}
     longest = max(len(prompt) for prompt in prompts["held out"])
     alone = SessionRequest(
         target=str(target),
         prompts=prompts,
-        max_tokens=PROVED_TOKENS,
-        max_length=longest + PROVED_TOKENS + drafts,
+        max_tokens=LOSSLESS_TOKENS,
+        max_length=longest + LOSSLESS_TOKENS + drafts,
         dtype="float32",
     )
     together = alone.model_copy(update={"drafter": str(drafter), "draft_tokens": drafts})
@@ -276,12 +267,12 @@ def prove_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lo
     )
 
 
-def _make_room() -> None:
-    """The engine starts on the same accelerator as the judging."""
+def _free_memory() -> None:
+    """The engine starts on the accelerator that the comparison used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _some(samples: Sequence[Sample]) -> list[Sample]:
-    return [samples[index] for index in spread(range(len(samples)), PROVED_PROMPTS)]
+    return [samples[index] for index in evenly_spaced(range(len(samples)), LOSSLESS_PROMPTS)]

@@ -1,20 +1,21 @@
-"""The folder that a cycle works in: another cycle keeps out, and one that was cut off goes on.
+"""What a cycle starts from: its inputs, its work folder, its text, and its training settings.
+
+The work folder:
 
     work/
       lock
-      cycle.json     what the cycle was asked for and how it trains; written when all else is there
-      mix/           the text to train on and to judge by; gone when the cycle ends
+      cycle.json     the settings of the cycle; written once the text is complete
+      mix/           the text to train and evaluate on; removed when the cycle ends
       run/           the training run
-      candidate/     the drafter that the gate judges
+      candidate/     the drafter that the gate evaluates
 
-Everything in it may show what users wrote, so it is readable by the owner only.
+An interrupted cycle continues from it. Everything in it can contain what users wrote, so it is
+readable by the owner only.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.console import Progress
 from leadout.data.manifest import DataFolder
 from leadout.evaluate.ranks import Ranks
-from leadout.files import replacing
-from leadout.learn.config import DEFAULT_MINUTES, LearnConfig, LearnError, LearnRequest
-from leadout.learn.data import make_mix, read_training, snapshot, split_traffic, write_mix
+from leadout.files import Timeout, lock, require_writable, write_text
+from leadout.learn.config import DEFAULT_MINUTES, CycleSettings, LearnConfig, LearnError, Record
+from leadout.learn.data import copy_newest, make_mix, read_training, split_traffic, write_mix
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_target
 from leadout.registry import Registry
@@ -44,26 +45,28 @@ from leadout.train.run import STATES, WORK, Corpus, Run, complete_settings
 CYCLE = "cycle.json"
 LOCK = "lock"
 
+VALIDATIONS = 8  # during a run, and one before it ...
+VALIDATION_SHARE = 0.1  # ... but fewer if they took more than this share of the time
+RATE_SHARE = 0.5  # of the learning rate that the drafter was first trained with
 
-class CycleFile(BaseModel):
-    """All that a cycle depends on; one that was cut off goes on only with the same."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class CycleFile(Record):
+    """Everything a cycle depends on; an interrupted cycle continues only if it is unchanged."""
 
     parent: int
     parent_fingerprint: str
     target_fingerprint: str
     traffic: str
     replay: str
-    config: LearnConfig
+    config: CycleSettings
     training: TrainConfig
 
     def is_same_cycle(self, other: CycleFile) -> bool:
-        """Whatever was chosen on the way."""
+        """Equal but for `training`, which is derived from the rest and from measured speed."""
         return self == other.model_copy(update={"training": self.training})
 
 
-class Work:
+class WorkFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mix = folder / "mix"
@@ -73,80 +76,158 @@ class Work:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone in this folder; the lock dies with the process."""
+        """Exclusive use of the folder; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        held = lock(self.folder / LOCK, seconds=0)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(handle)
+            held.acquire()
+        except Timeout:
             raise LearnError(
-                f"--work {self.folder}: found another cycle at work in it, wanted it free; wait "
-                "for its end, or give another folder"
+                f"--work {self.folder} is in use by another cycle. Wait until it ends, or choose "
+                "another folder."
             ) from None
         try:
             yield
         finally:
-            os.close(handle)
+            held.release()
 
-    def cut_off(self) -> CycleFile | None:
-        """The cycle that was not brought to its end, if there is one."""
-        path = self.folder / CYCLE
+    def interrupted_cycle(self) -> CycleFile | None:
+        """The cycle that has not been finished, if there is one."""
         try:
-            return CycleFile.model_validate_json(path.read_bytes())
-        except (FileNotFoundError, ValidationError):  # of another version of ours
+            return CycleFile.model_validate_json((self.folder / CYCLE).read_bytes())
+        except (FileNotFoundError, ValidationError):  # none, or of another version of Leadout
             return None
 
-    def begin(self) -> None:
-        """Leave nothing of an earlier cycle."""
+    def clear(self) -> None:
+        """Remove everything of an earlier cycle."""
         (self.folder / CYCLE).unlink(missing_ok=True)
         for part in (self.mix, self.capture, self.run, self.candidate):
             shutil.rmtree(part, ignore_errors=True)
         self.run.mkdir(mode=0o700)
 
     def write(self, cycle: CycleFile) -> None:
-        with replacing(self.folder / CYCLE) as temporary:
-            temporary.write_text(cycle.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_text(self.folder / CYCLE, cycle.model_dump_json(indent=2) + "\n")
 
-    def end(self) -> None:
-        """Keep the candidate and the run's log, and nothing of what users wrote."""
+    def finish(self) -> None:
+        """Keep the candidate and the log of the run, and nothing that users wrote."""
         (self.folder / CYCLE).unlink(missing_ok=True)
         shutil.rmtree(self.mix, ignore_errors=True)
         for path in self.run.glob(f"{Path(STATES).stem}.*"):
             path.unlink()
 
 
-# How the serving drafter goes on learning: its own shape and settings, within a budget.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a cycle starts from, opened and checked."""
 
-VALIDATIONS = 8  # over a run, and one before it ...
-VALIDATION_SHARE = 0.1  # ... but fewer if they would take more of the time than this
-RATE_SHARE = 0.5  # of the learning rate that the drafter was trained with
+    settings: CycleSettings
+    target_name: str
+    target: Path
+    target_fingerprint: str
+    registry: Registry
+    version: int  # the serving one, which training starts from
+    drafter: Checkpoint
+    traffic: Path
+    replay: DataFolder
+
+    def cycle(self, training: TrainConfig) -> CycleFile:
+        return CycleFile(
+            parent=self.version,
+            parent_fingerprint=self.registry.manifest(self.version).fingerprint,
+            target_fingerprint=self.target_fingerprint,
+            traffic=str(self.traffic.absolute()),
+            replay=str(self.replay.folder.absolute()),
+            config=self.settings,
+            training=training,
+        )
 
 
-def first_settings(drafter: Path) -> TrainConfig:
-    """What the drafter was first trained with, as far as it tells."""
-    path = drafter / SETTINGS
-    return TrainConfig.resolve({}, path if path.exists() else None)
+def open_inputs(config: LearnConfig) -> Inputs:
+    """Open the inputs; everything that can be rejected is rejected here, before any work."""
+    name: str = config.required("target")
+    traffic, replay_folder = config.required("traffic"), config.required("replay")
+    registry = Registry(config.registry)
+    pointer = registry.require_pointer()
+    require_writable("--registry", config.registry)
+    require_writable("--work", config.work_folder)
+    target = local_folder(name)
+    found = fingerprint(target)
+    drafter = read_checkpoint(registry.path(pointer.version))
+    require_learnable(drafter)
+    replay = DataFolder(replay_folder)
+    served_for = registry.manifest(pointer.version).target_fingerprint
+    if served_for != found:
+        raise LearnError(
+            f"--registry {config.registry} has drafters for another target (fingerprint "
+            f"{served_for[:12]}) than {target} ({found[:12]}). Create a registry for this one with "
+            f"--start {registry.path(pointer.version)}."
+        )
+    if replay.job.target_fingerprint != found:
+        raise LearnError(
+            f"--replay {replay.folder} has answers of {replay.job.target} (fingerprint "
+            f"{replay.job.target_fingerprint[:12]}), not of {target} ({found[:12]}). A drafter "
+            "learns only from its own target's text: run `leadout data` with this target."
+        )
+    return Inputs(
+        config.cycle, name, target, found, registry, pointer.version, drafter, traffic, replay
+    )
 
 
 def require_learnable(checkpoint: Checkpoint) -> None:
-    """Training moves what a drafter owns, and reads the target's own embedding and head."""
+    """Training changes the drafter's layers, with the target's own embedding and head."""
     config = checkpoint.config
     if not (config.own_head or config.own_embedding):
         return
     what = "head" if config.own_head else "embedding"
     rows = f" ({config.head_rows} rows)" if config.draft_vocab_size else ""
     raise LearnError(
-        f"{checkpoint.path}: found a drafter with its own {what}{rows}, wanted one that borrows "
-        "the target's; start the registry with the drafter that it was made from, and make the "
-        "reduced one from each promoted version with `leadout convert --draft-vocab`"
+        f"{checkpoint.path} has its own {what}{rows}; only drafters that use the target's can "
+        "learn. Start the registry with the drafter that it was made from, and make the reduced "
+        "one from each promoted version with `leadout convert --draft-vocab`."
     )
 
 
-def settings_for(
-    checkpoint: Checkpoint, config: LearnConfig, max_length: int, seed: int
+def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) -> CycleFile:
+    """The settings of this cycle: those of the interrupted one, or new ones, written to a file."""
+    before = work.interrupted_cycle()
+    resumes = before is not None and before.is_same_cycle(inputs.cycle(before.training))
+    if ranks.broadcast(resumes):
+        assert before is not None
+        return before
+    max_length = 0
+    if ranks.is_leader:
+        work.clear()
+        max_length = _write_text(inputs, work)
+    max_length = _from_leader(ranks, max_length)
+    training = base_settings(inputs.drafter, inputs.settings, max_length, inputs.version)
+    training = _fit_to_budget(inputs, work, training, ranks, progress)
+    cycle = inputs.cycle(training)
+    if ranks.is_leader:
+        work.write(cycle)
+    return cycle
+
+
+def make_run(
+    inputs: Inputs, work: WorkFolder, training: TrainConfig, out: Path, ranks: Ranks
+) -> Run:
+    """A training run on the text of the cycle, in the folder `out`."""
+    vocab_size = read_target(inputs.target).vocab_size
+    share = inputs.settings.replay_share
+    corpus = read_training(work.mix, training.max_length, share, vocab_size)
+    settings = complete_settings(training, inputs.target, corpus, vocab_size)
+    return Run(inputs.target, corpus, settings, out, ranks, inputs.drafter.config)
+
+
+def first_settings(drafter: Path) -> TrainConfig:
+    """The settings of the drafter's first training, or the defaults if it does not record them."""
+    path = drafter / SETTINGS
+    return TrainConfig.resolve({}, path if path.exists() else None)
+
+
+def base_settings(
+    checkpoint: Checkpoint, settings: CycleSettings, max_length: int, seed: int
 ) -> TrainConfig:
-    """The settings of a cycle, all but its number of steps."""
+    """The training settings of a cycle, except for the number of steps."""
     first, shape = first_settings(checkpoint.path), checkpoint.config
     precision = str(checkpoint.tensors.dtype).removeprefix("torch.")
     return first.model_copy(
@@ -157,18 +238,18 @@ def settings_for(
             "mask_token_id": shape.mask_token_id,
             "initial": str(checkpoint.path),
             "max_length": max_length,
-            "learning_rate": config.learning_rate or RATE_SHARE * first.learning_rate,
+            "learning_rate": settings.learning_rate or RATE_SHARE * first.learning_rate,
             "precision": precision if precision == "float32" else "bfloat16",
             "states": "auto",
             "patience": None,
-            "compile": False,  # takes minutes, of which there are few
+            "compile": False,  # takes minutes, which short cycles do not earn back
             "seed": seed,
         }
     )
 
 
 def with_steps(settings: TrainConfig, corpus: Corpus, steps: int, validations: int) -> TrainConfig:
-    """The same for so many steps; the learning rate falls to zero over them."""
+    """Settings for exactly `steps` steps, over which the learning rate decays to zero."""
     epochs = steps * settings.batch_sequences / len(corpus.split.train)
     every = max(1, math.ceil(steps / validations))
     changed = settings.model_copy(update={"epochs": epochs, "validate_every": every})
@@ -177,153 +258,75 @@ def with_steps(settings: TrainConfig, corpus: Corpus, steps: int, validations: i
 
 
 def steps_for_tokens(tokens: int, settings: TrainConfig, corpus: Corpus) -> int:
+    """The number of steps that train on `tokens` answer tokens."""
     train = corpus.split.train
-    answered = sum(
+    answer_tokens = sum(
         corpus.lengths[index] - min(len(corpus.samples[index].prompt), settings.max_length)
         for index in train
     )
-    return max(1, round(tokens * len(train) / answered / settings.batch_sequences))
+    return max(1, round(tokens * len(train) / answer_tokens / settings.batch_sequences))
 
 
-def validations_within(seconds: float, timing: Timing, corpus: Corpus) -> int:
+def steps_for_seconds(seconds: float, timing: Timing, settings: TrainConfig, corpus: Corpus) -> int:
+    """The number of steps that fit, with their hidden states and validations."""
+    validations = 1 + validations_for_seconds(seconds, timing, corpus)
+    seconds -= validations * len(corpus.split.validation) * timing.seconds_per_validated
+    train = corpus.split.train
+    states = timing.seconds_per_token * sum(corpus.lengths[i] for i in set(train))
+    per_pass = timing.seconds_per_step * len(train) / settings.batch_sequences
+    if settings.states != "disk":  # each step computes its states, and was timed with them
+        passes = seconds / per_pass
+    else:  # the first pass computes them
+        passes = min(seconds / (per_pass + states), 1.0)
+        passes += max(0.0, seconds - per_pass - states) / per_pass
+    return max(1, int(passes * len(train) / settings.batch_sequences))
+
+
+def validations_for_seconds(seconds: float, timing: Timing, corpus: Corpus) -> int:
     each = len(corpus.split.validation) * timing.seconds_per_validated
     return max(1, min(VALIDATIONS, int(VALIDATION_SHARE * seconds / each) - 1))
 
 
-def steps_within(seconds: float, timing: Timing, settings: TrainConfig, corpus: Corpus) -> int:
-    """As many as fit, with the target's states and the validations that belong to them."""
-    validations = 1 + validations_within(seconds, timing, corpus)
-    seconds -= validations * len(corpus.split.validation) * timing.seconds_per_validated
-    train = corpus.split.train
-    of_states = timing.seconds_per_token * sum(corpus.lengths[i] for i in set(train))
-    per_pass = timing.seconds_per_step * len(train) / settings.batch_sequences
-    if settings.states != "disk":  # steps compute their own, and were timed with them
-        passes = seconds / per_pass
-    else:  # the first pass computes them
-        passes = min(seconds / (per_pass + of_states), 1.0)
-        passes += max(0.0, seconds - per_pass - of_states) / per_pass
-    return max(1, int(passes * len(train) / settings.batch_sequences))
-
-
-# Before a cycle trains: what it goes on from, its text, and how many steps its budget allows.
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What a cycle goes on from."""
-
-    request: LearnRequest
-    target: Path
-    target_fingerprint: str
-    registry: Registry
-    version: int
-    drafter: Checkpoint
-    replay: DataFolder
-
-    def cycle(self, training: TrainConfig) -> CycleFile:
-        request = self.request
-        return CycleFile(
-            parent=self.version,
-            parent_fingerprint=self.registry.manifest(self.version).fingerprint,
-            target_fingerprint=self.target_fingerprint,
-            traffic=str(request.traffic.absolute()),
-            replay=str(request.replay.absolute()),
-            config=request.config,
-            training=training,
-        )
-
-
-def subject_of(request: LearnRequest) -> Subject:
-    """All that can be refused before anything is done."""
-    target = local_folder(request.target)
-    registry = Registry(request.registry)
-    pointer = registry.require_pointer()
-    drafter = read_checkpoint(registry.path(pointer.version))
-    require_learnable(drafter)
-    found, replay = fingerprint(target), DataFolder(request.replay)
-    served_for = registry.manifest(pointer.version).target_fingerprint
-    if served_for != found:
-        raise LearnError(
-            f"--registry {request.registry}: found drafters for another target (fingerprint "
-            f"{served_for[:12]}), wanted those for {target} ({found[:12]}); start a registry for "
-            f"this one: --start {registry.path(pointer.version)}"
-        )
-    if replay.job.target_fingerprint != found:
-        raise LearnError(
-            f"--replay {request.replay}: found answers of {replay.job.target} (fingerprint "
-            f"{replay.job.target_fingerprint[:12]}), wanted those of {target} ({found[:12]}): a "
-            "drafter learns only from its own target's text; run `leadout data` with this target"
-        )
-    return Subject(request, target, found, registry, pointer.version, drafter, replay)
-
-
-def prepare(subject: Subject, work: Work, ranks: Ranks, progress: Progress) -> CycleFile:
-    """How this cycle trains: as it did before it was cut off, or chosen now and written down."""
-    before = work.cut_off()
-    goes_on = before is not None and before.is_same_cycle(subject.cycle(before.training))
-    if ranks.broadcast(goes_on):
-        assert before is not None
-        return before
-    max_length = 0
-    if ranks.is_leader:
-        work.begin()
-        max_length = _write_text(subject, work)
-    max_length = _told(ranks, max_length)
-    training = settings_for(subject.drafter, subject.request.config, max_length, subject.version)
-    training = _within_budget(subject, work, training, ranks, progress)
-    cycle = subject.cycle(training)
-    if ranks.is_leader:
-        work.write(cycle)
-    return cycle
-
-
-def make_run(subject: Subject, work: Work, training: TrainConfig, out: Path, ranks: Ranks) -> Run:
-    """A run over the cycle's text in the folder `out`."""
-    vocab_size = read_target(subject.target).vocab_size
-    share = subject.request.config.replay_share
-    corpus = read_training(work.mix, training.max_length, share, vocab_size)
-    settings = complete_settings(training, subject.target, corpus, vocab_size)
-    return Run(subject.target, corpus, settings, out, ranks, subject.drafter.config)
-
-
-def _write_text(subject: Subject, work: Work) -> int:
+def _write_text(inputs: Inputs, work: WorkFolder) -> int:
     """Write the mix; returns the length to which sequences are cut."""
-    request, drafter = subject.request, subject.drafter
+    drafter, settings = inputs.drafter, inputs.settings
     first = first_settings(drafter.path)
     traffic = split_traffic(
-        snapshot(request.traffic, subject.target_fingerprint, work.capture),
-        request.config,
+        copy_newest(inputs.traffic, inputs.target_fingerprint, work.capture),
+        settings,
         block_size=drafter.config.block_size,
-        shortest=first.max_length,
-        longest=drafter.config.max_positions,
+        min_length=first.max_length,
+        max_length=drafter.config.max_positions,
     )
-    share = request.config.replay_share
-    write_mix(make_mix(traffic, subject.replay, first, share, subject.version), work.mix)
+    mix = make_mix(traffic, inputs.replay, first, settings.replay_share, inputs.version)
+    write_mix(mix, work.mix)
     shutil.rmtree(work.capture)
     return traffic.max_length
 
 
-def _within_budget(
-    subject: Subject, work: Work, training: TrainConfig, ranks: Ranks, progress: Progress
+def _fit_to_budget(
+    inputs: Inputs, work: WorkFolder, training: TrainConfig, ranks: Ranks, progress: Progress
 ) -> TrainConfig:
-    """The settings with as many steps as minutes or tokens allow."""
-    config = subject.request.config
+    """The settings with as many steps as the minutes or tokens allow."""
+    config = inputs.settings
     with tempfile.TemporaryDirectory(dir=work.run if ranks.is_leader else None) as scratch:
-        run = make_run(subject, work, training, Path(scratch), ranks)
+        run = make_run(inputs, work, training, Path(scratch), ranks)
         settings, corpus = run.config, run.corpus
         if config.tokens is not None:
             steps, validations = steps_for_tokens(config.tokens, settings, corpus), VALIDATIONS
         else:
             done = progress.stage("timing a few steps", 1)
-            timing = time_steps(run)  # on every rank at once, as they will train
+            timing = time_steps(run)  # on all ranks at the same time, as in training
             seconds = 60 * (config.minutes or DEFAULT_MINUTES)
-            steps = steps_within(seconds, timing, settings, corpus)
-            validations = validations_within(seconds, timing, corpus)
+            steps = steps_for_seconds(seconds, timing, settings, corpus)
+            validations = validations_for_seconds(seconds, timing, corpus)
             done()
-    steps, validations = (_told(ranks, n if ranks.is_leader else 0) for n in (steps, validations))
+    steps, validations = (
+        _from_leader(ranks, number if ranks.is_leader else 0) for number in (steps, validations)
+    )
     return with_steps(settings, corpus, steps, validations)
 
 
-def _told(ranks: Ranks, number: int) -> int:
-    """The leading rank's number, on every rank; the others give 0."""
+def _from_leader(ranks: Ranks, number: int) -> int:
+    """The leading rank's number, on every rank; the others pass 0."""
     return int(ranks.sum(torch.tensor([number])).item())

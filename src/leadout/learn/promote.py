@@ -1,4 +1,4 @@
-"""The end of a cycle: a version that servers swap in, or a line that says why not."""
+"""The end of a cycle: a new version that servers swap in, or a ledger entry with the reasons."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pathlib import Path
 
 from leadout.check.static import static_findings
 from leadout.checkpoints import read_checkpoint
+from leadout.files import require_writable
 from leadout.findings import Severity
 from leadout.learn.config import LearnError
 from leadout.learn.gate import Decision, Evidence
 from leadout.learn.prepare import require_learnable
-from leadout.learn.report import Adaptation, Started, numbers_of, promises_of
+from leadout.learn.report import Adaptation, Started, expected_acceptance, ledger_evidence
 from leadout.models import fingerprint, local_folder
 from leadout.registry import Manifest, Registry
 
@@ -23,28 +24,29 @@ def promote(
     evidence: Evidence,
     adaptation: Adaptation,
 ) -> tuple[Decision, int]:
-    """Publish a candidate that has passed, and point to it unless another version serves now.
+    """Publish a candidate that has passed, and serve it unless the serving version has changed.
 
-    Returns the decision as it stands then, and the version.
+    Returns the final decision and the version of the candidate.
     """
     why = "; ".join(decision.reasons)
-    numbers = numbers_of(evidence, adaptation)
+    numbers = ledger_evidence(evidence, adaptation)
     manifest = _published(registry, candidate, adaptation.parent)
     if manifest is None:
         manifest = registry.publish(
             candidate,
             target_fingerprint=target_fingerprint,
             parent=adaptation.parent,
-            expected=promises_of(evidence),
+            expected=expected_acceptance(evidence),
         )
         registry.record("published", manifest.version, why)
     pointer = registry.pointer()
     serving = None if pointer is None else pointer.version
     if serving != adaptation.parent:
-        # A rollback, or another learner: what the gate compared with is not what is served.
+        # A rollback or another cycle: the candidate was compared with a version that is no longer
+        # served.
         reason = (
-            f"serving: found version {serving}, wanted {adaptation.parent}, which the candidate "
-            "was compared with: the pointer has moved since"
+            f"serving: version {serving} is served now, but the candidate was compared with "
+            f"version {adaptation.parent}"
         )
         registry.record("rejected", manifest.version, reason, numbers)
         return Decision(passed=False, reasons=[reason]), manifest.version
@@ -56,17 +58,20 @@ def promote(
 def reject(
     registry: Registry, decision: Decision, evidence: Evidence, adaptation: Adaptation
 ) -> None:
-    registry.record("rejected", None, "; ".join(decision.reasons), numbers_of(evidence, adaptation))
+    """Record in the ledger why a candidate was not published."""
+    reasons = "; ".join(decision.reasons)
+    registry.record("rejected", None, reasons, ledger_evidence(evidence, adaptation))
 
 
 def start_registry(target: str, folder: Path, drafter: str) -> Started:
-    """Version 1 of a new registry, which is served from now on."""
+    """Create a registry that serves a drafter as its version 1."""
+    require_writable("--registry", folder)
     registry = Registry(folder)
     pointer = registry.pointer()
     if pointer is not None:
         raise LearnError(
-            f"--start {drafter}: found a registry in {folder} that serves version "
-            f"{pointer.version}, wanted none; leave --start out, or name a new folder"
+            f"--start {drafter}: {folder} already is a registry, which serves version "
+            f"{pointer.version}. Omit --start, or choose a new folder."
         )
     target_folder, source = local_folder(target), local_folder(drafter)
     unfit = [
@@ -75,11 +80,11 @@ def start_registry(target: str, folder: Path, drafter: str) -> Started:
         if finding.severity is Severity.ERROR
     ]
     if unfit:
-        told = "\n".join(f"{finding.name}: {finding.message}" for finding in unfit)
-        raise LearnError(f"--start {drafter}: target and drafter do not fit\n{told}")
+        reasons = "\n".join(f"{finding.name}: {finding.message}" for finding in unfit)
+        raise LearnError(f"--start {drafter}: the drafter does not fit the target.\n{reasons}")
     require_learnable(read_checkpoint(source))
     manifest = registry.publish(source, target_fingerprint=fingerprint(target_folder))
-    why = f"the first of this registry: {source.name}"
+    why = f"first version: {source.name}"
     registry.record("published", manifest.version, why)
     registry.point_to(manifest.version, why)
     registry.record("promoted", manifest.version, why)
@@ -87,7 +92,7 @@ def start_registry(target: str, folder: Path, drafter: str) -> Started:
 
 
 def _published(registry: Registry, candidate: Path, parent: int) -> Manifest | None:
-    """The candidate's version, if an earlier cycle was cut off after publishing it."""
+    """The candidate's version, if an interrupted cycle has already published it."""
     found = fingerprint(candidate)
     manifests = (registry.manifest(version) for version in registry.versions())
     return next((m for m in manifests if (m.fingerprint, m.parent) == (found, parent)), None)

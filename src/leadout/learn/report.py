@@ -1,17 +1,15 @@
-"""What a cycle came to: one object for people, machines and the ledger."""
+"""Results of cycles and the status of a registry: as records, for JSON, and on the terminal."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leadout.checkpoints.errors import printable
-from leadout.learn.config import LearnConfig
+from leadout.console import safe, table
+from leadout.learn.config import CycleSettings, Record
 from leadout.learn.gate import Comparison, Decision, Evidence
 from leadout.registry import ExpectedAcceptance, LedgerEntry, Registry
 from leadout.train.config import TrainConfig
@@ -19,20 +17,16 @@ from leadout.train.config import TrainConfig
 TRAFFIC = "traffic"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class CurvePoint(_Record):
-    """A validation during training, on requests that are neither trained on nor the gate's."""
+class CurvePoint(Record):
+    """A validation during training, on sequences that neither training nor the gate uses."""
 
     step: int
     minutes: float
     by_source: dict[str, float]  # acceptance length
 
 
-class Adaptation(_Record):
-    """How the candidate was made; goes with it as learned.json."""
+class Adaptation(Record):
+    """How the candidate was made; published with it as learned.json."""
 
     parent: int
     steps: int
@@ -40,12 +34,14 @@ class Adaptation(_Record):
     minutes: float
     traffic_requests: int  # trained on
     replay_sequences: int
-    config: LearnConfig
+    config: CycleSettings
     training: TrainConfig
     curve: list[CurvePoint]
 
 
-class LearnResult(_Record):
+class LearnResult(Record):
+    """The outcome of a cycle."""
+
     promoted: bool
     version: int | None  # of the candidate, if it was published
     parent: int
@@ -55,59 +51,15 @@ class LearnResult(_Record):
     seconds: float
 
 
-class Started(_Record):
+class Started(Record):
     """A new registry."""
 
     version: int
     drafter: str
     fingerprint: str
 
-    def text(self) -> str:
-        return f"version {self.version} is to be served: {self.drafter}"
 
-
-def promises_of(evidence: Evidence) -> dict[str, ExpectedAcceptance]:
-    """By kind of text; what servers hold the version to."""
-    promised = {name: _promise(found) for name, found in evidence.base_by_source.items()}
-    if evidence.traffic is not None:
-        promised[TRAFFIC] = _promise(evidence.traffic)
-    return promised
-
-
-def numbers_of(evidence: Evidence, adaptation: Adaptation) -> dict[str, float | int | str | bool]:
-    """The evidence as a line of the ledger has it."""
-    numbers: dict[str, float | int | str | bool] = {
-        "parent": adaptation.parent,
-        "steps": adaptation.steps,
-        "minutes": round(adaptation.minutes, 2),
-    }
-    for name, found in ((TRAFFIC, evidence.traffic), ("base", evidence.base)):
-        if found is not None:
-            numbers[f"{name}_requests"] = found.requests
-            numbers[f"{name}_before"] = round(found.before.value, 4)
-            numbers[f"{name}_after"] = round(found.after.value, 4)
-            numbers[f"{name}_change"] = round(found.change.value, 4)
-            numbers[f"{name}_change_low"] = round(found.change.low, 4)
-    if evidence.lossless is not None:
-        numbers["lossless"] = not evidence.lossless.divergences
-    return numbers
-
-
-def _promise(found: Comparison) -> ExpectedAcceptance:
-    after = found.after
-    return ExpectedAcceptance(
-        acceptance_length=after.value, low=after.low, high=after.high, requests=found.requests
-    )
-
-
-# What a registry holds and what was decided about it.
-
-
-class _StatusRecord(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class VersionStatus(_StatusRecord):
+class VersionStatus(Record):
     version: int
     parent: int | None
     made: str
@@ -116,10 +68,48 @@ class VersionStatus(_StatusRecord):
     promises: dict[str, ExpectedAcceptance]
 
 
-class Status(_StatusRecord):
+class Status(Record):
+    """The versions of a registry, and every decision about them."""
+
     serving: int
     versions: list[VersionStatus]
     ledger: list[LedgerEntry]  # oldest first
+
+
+def expected_acceptance(evidence: Evidence) -> dict[str, ExpectedAcceptance]:
+    """The candidate's acceptance by kind of text, with which servers compare the live one."""
+    expected = {name: _expected(each) for name, each in evidence.base_by_source.items()}
+    if evidence.traffic is not None:
+        expected[TRAFFIC] = _expected(evidence.traffic)
+    return expected
+
+
+def _expected(comparison: Comparison) -> ExpectedAcceptance:
+    after = comparison.after
+    return ExpectedAcceptance(
+        acceptance_length=after.value, low=after.low, high=after.high, requests=comparison.requests
+    )
+
+
+def ledger_evidence(
+    evidence: Evidence, adaptation: Adaptation
+) -> dict[str, float | int | str | bool]:
+    """The evidence as flat numbers for an entry of the ledger."""
+    numbers: dict[str, float | int | str | bool] = {
+        "parent": adaptation.parent,
+        "steps": adaptation.steps,
+        "minutes": round(adaptation.minutes, 2),
+    }
+    for name, comparison in ((TRAFFIC, evidence.traffic), ("base", evidence.base)):
+        if comparison is not None:
+            numbers[f"{name}_requests"] = comparison.requests
+            numbers[f"{name}_before"] = round(comparison.before.value, 4)
+            numbers[f"{name}_after"] = round(comparison.after.value, 4)
+            numbers[f"{name}_change"] = round(comparison.change.value, 4)
+            numbers[f"{name}_change_low"] = round(comparison.change.low, 4)
+    if evidence.lossless is not None:
+        numbers["lossless"] = not evidence.lossless.divergences
+    return numbers
 
 
 def read_status(folder: Path) -> Status:
@@ -127,12 +117,14 @@ def read_status(folder: Path) -> Status:
     pointer = registry.require_pointer()
     return Status(
         serving=pointer.version,
-        versions=[_version(registry, number, pointer.version) for number in registry.versions()],
+        versions=[
+            _version_status(registry, number, pointer.version) for number in registry.versions()
+        ],
         ledger=registry.ledger(),
     )
 
 
-def _version(registry: Registry, number: int, serving: int) -> VersionStatus:
+def _version_status(registry: Registry, number: int, serving: int) -> VersionStatus:
     manifest, mark = registry.manifest(number), registry.bad_mark(number)
     return VersionStatus(
         version=number,
@@ -144,89 +136,82 @@ def _version(registry: Registry, number: int, serving: int) -> VersionStatus:
     )
 
 
-# What a person sees of learning in the terminal.
-
-
-def print_result(result: LearnResult, console: Console | None = None) -> None:
-    console = console or Console()
+def print_result(result: LearnResult, registry: Path, candidate: Path) -> None:
+    """The decision with its reasons, the comparison, and what happens next."""
+    console = Console()
     made = result.adaptation
     if result.promoted:
-        verdict = f"Promoted: version {result.version} in the place of {result.parent}."
+        verdict = f"Promoted: version {result.version} replaces version {result.parent}."
+        following = f"Servers with --registry {registry} swap to it automatically."
     else:
-        verdict = f"Rejected: version {result.parent} goes on serving."
+        verdict = f"Rejected: version {result.parent} stays in service."
+        following = f"The rejected candidate is kept in {candidate} until the next cycle."
     console.print(Text(verdict, style="bold green" if result.promoted else "bold yellow"))
     for reason in result.decision.reasons:
-        console.print(Text(printable(f"  {reason}")), soft_wrap=True)
-    found = {TRAFFIC: result.evidence.traffic, "base": result.evidence.base}
-    found |= {f"  {name}": each for name, each in result.evidence.base_by_source.items()}
-    console.print(_comparisons({name: each for name, each in found.items() if each is not None}))
-    console.print(
-        f"{made.steps} steps in {made.minutes:.1f} minutes on {made.traffic_requests} requests and "
-        f"{made.replay_sequences} replayed sequences, {result.seconds / 60:.1f} minutes in all."
-    )
-
-
-def print_status(status: Status, console: Console | None = None) -> None:
-    console = console or Console()
-    console.print(_versions(status))
-    console.print(_ledger(status))
-
-
-def _comparisons(found: dict[str, Comparison]) -> Table:
-    table = _table("Acceptance length on requests that neither drafter was trained on")
-    for heading in ("text", "requests", "serving", "candidate", "change", "95%"):
-        table.add_column(heading, justify="left" if heading == "text" else "right", no_wrap=True)
-    for name, each in found.items():
-        change = each.change
-        table.add_row(
-            printable(name),
+        console.print(safe(f"  {reason}"), soft_wrap=True)
+    evidence = result.evidence
+    compared = {TRAFFIC: evidence.traffic, "base": evidence.base}
+    compared |= {f"  {name}": each for name, each in evidence.base_by_source.items()}
+    rows = [
+        [
+            name,
             str(each.requests),
             f"{each.before.value:.3f}",
             f"{each.after.value:.3f}",
-            f"{change.value:+.1%}",
-            f"{change.low:+.1%} to {change.high:+.1%}",
-        )
-    return table
+            f"{each.change.value:+.1%}",
+            f"{each.change.low:+.1%} to {each.change.high:+.1%}",
+        ]
+        for name, each in compared.items()
+        if each is not None
+    ]
+    title = "Acceptance length on requests that neither drafter was trained on"
+    headings = ("text", "requests", "serving", "candidate", "change", "95% interval")
+    console.print(table(title, headings, rows))
+    for line in (
+        f"{made.steps} steps in {made.minutes:.1f} minutes on {made.traffic_requests} requests and "
+        f"{made.replay_sequences} replayed sequences; {result.seconds / 60:.1f} minutes in total.",
+        following,
+        f"History: leadout learn --registry {registry} --status",
+    ):
+        console.print(safe(line), soft_wrap=True)
 
 
-def _versions(status: Status) -> Table:
-    table = _table("Versions")
-    for heading in ("version", "from", "made", "promised on traffic"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("state", overflow="fold")
-    for each in status.versions:
-        table.add_row(
+def print_status(status: Status) -> None:
+    """Versions and ledger as tables."""
+    console = Console()
+    headings = ("version", "parent", "made", "expected on traffic", "state")
+    rows = [
+        [
             str(each.version),
             "" if each.parent is None else str(each.parent),
             each.made[:16],
-            _promised(each),
-            Text(_state(each), style="green" if each.serving else "red" if each.mark else ""),
-        )
-    return table
+            _described(each.promises.get(TRAFFIC)),
+            "serving" if each.serving else f"marked: {each.mark}" if each.mark else "",
+        ]
+        for each in status.versions
+    ]
+    console.print(_unwrapped(table("Versions", headings, rows, left=len(headings))))
+    ledger_headings = ("when", "event", "version", "reason")
+    rows = [
+        [
+            entry.when[:16],
+            entry.event.replace("_", " "),
+            "" if entry.version is None else str(entry.version),
+            entry.why,
+        ]
+        for entry in status.ledger
+    ]
+    console.print(_unwrapped(table("Ledger", ledger_headings, rows, left=len(ledger_headings))))
 
 
-def _promised(version: VersionStatus) -> str:
-    promise = version.promises.get(TRAFFIC)
-    if promise is None:
-        return "nothing measured"
-    return f"{promise.acceptance_length:.3f} ({promise.low:.3f} to {promise.high:.3f})"
+def _unwrapped(made: Table) -> Table:
+    """Only the last column, which is long, may wrap."""
+    for column in made.columns[:-1]:
+        column.no_wrap = True
+    return made
 
 
-def _state(version: VersionStatus) -> str:
-    marked = "" if version.mark is None else f"marked: {printable(version.mark)}"
-    return "serving" if version.serving else marked
-
-
-def _ledger(status: Status) -> Table:
-    table = _table("Ledger")
-    for heading in ("when", "event", "version"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("why", overflow="fold")
-    for entry in status.ledger:
-        version = "" if entry.version is None else str(entry.version)
-        table.add_row(entry.when[:16], entry.event.replace("_", " "), version, printable(entry.why))
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+def _described(expected: ExpectedAcceptance | None) -> str:
+    if expected is None:
+        return "not measured"
+    return f"{expected.acceptance_length:.3f} ({expected.low:.3f} to {expected.high:.3f})"

@@ -21,7 +21,7 @@ from leadout.engine.calibration import GPU_SHARE
 from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
 from leadout.engine.vllm_adapter import SUPPORTED
 from leadout.learn.config import LearnConfig
-from leadout.learn.data import LONGEST, MOST_REQUESTS
+from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS
 from support.models import ROOT
 from support.ops_files import rules
 
@@ -85,8 +85,8 @@ def claims() -> dict[str, list[str]]:
             f"at most {learned['base_loss'].default:.0%}",
             "the 95% interval",
             "with 95% intervals",
-            f"the newest {MOST_REQUESTS:,} requests",
-            f"cut to {LONGEST:,} tokens",
+            f"the newest {MAX_REQUESTS:,} requests",
+            f"cut to {MAX_LENGTH:,} tokens",
         ],
         "limits.md": ["24 GB of memory"],
         "results.md": [f"{narrow:,} of the {vocabulary:,} tokens"],

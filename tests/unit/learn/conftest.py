@@ -1,4 +1,4 @@
-"""A tiny world whose traffic moves on; made once, in seconds."""
+"""A tiny target whose traffic changes; made once, in seconds."""
 
 from __future__ import annotations
 

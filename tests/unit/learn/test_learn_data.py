@@ -1,0 +1,174 @@
+"""The text of a cycle: traffic by time, replay, and no overlap of training and evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from leadout.data.manifest import DataFolder
+from leadout.engine.capture_store import segment_paths
+from leadout.evaluate.blocks import split
+from leadout.learn.config import CycleSettings, LearnError, TooLittleTrafficError
+from leadout.learn.data import (
+    BASE,
+    HELD_OUT,
+    Mix,
+    Traffic,
+    copy_newest,
+    evenly_spaced,
+    make_mix,
+    prompt_key,
+    read_part,
+    read_training,
+    split_traffic,
+    write_mix,
+)
+from leadout.models import fingerprint
+from leadout.shards import Sample, Samples, ShardWriter
+from support.learn_world import NEW, SETTINGS_OF_FIRST, World, requests, write_capture
+from support.models import TINY_VOCAB
+from support.tiny_data import write_data
+
+FEW = CycleSettings(min_requests=5)
+
+
+def traffic_of(samples: list[Sample], folder: Path, settings: CycleSettings = FEW) -> Traffic:
+    with ShardWriter(folder / "all.jsonl") as writer:
+        for sample in samples:
+            writer.append(sample)
+    return split_traffic([writer.path], settings, block_size=5, min_length=64, max_length=512)
+
+
+def test_the_newest_requests_are_held_out(tmp_path: Path) -> None:
+    asked = requests(NEW, 50)
+    traffic = traffic_of(asked[::-1], tmp_path)  # whatever the order in the file
+    held_out = [traffic.samples[index].id for index in traffic.held_out]
+    assert held_out == [sample.id for sample in asked[-10:]]
+    assert len(traffic.training) == 40
+
+
+def test_a_repeated_prompt_counts_once_at_its_last_request(
+    tmp_path: Path,
+) -> None:
+    asked = requests(NEW, 50)
+    again = requests(NEW, 1, first=100)[0].model_copy(update={"prompt": asked[0].prompt})
+    traffic = traffic_of([*asked, again], tmp_path)
+    everything = [traffic.samples[i] for i in [*traffic.training, *traffic.held_out]]
+    assert len({prompt_key(sample) for sample in everything}) == len(everything) == 50
+    assert traffic.samples[traffic.held_out[-1]] == again
+    assert asked[0] not in everything
+
+
+def test_answers_shorter_than_a_block_are_left_out(tmp_path: Path) -> None:
+    short = requests(NEW, 1, first=200)[0]
+    short = short.model_copy(update={"response": short.response[:4]})
+    traffic = traffic_of([*requests(NEW, 50), short], tmp_path)
+    assert short not in [traffic.samples[i] for i in traffic.held_out]
+
+
+def test_too_little_traffic_is_undecided(tmp_path: Path) -> None:
+    with pytest.raises(
+        TooLittleTrafficError, match=r"has 9 distinct requests .*, but 10 are required"
+    ) as problem:
+        traffic_of(requests(NEW, 9), tmp_path)
+    assert problem.value.exit_code == 3
+
+
+def test_sequences_are_long_enough_for_most_requests_within_bounds(tmp_path: Path) -> None:
+    long = [s.model_copy(update={"prompt": s.prompt * 20}) for s in requests(NEW, 50)]
+    needed = sorted(len(s.prompt) + len(s.response) for s in long)[round(0.95 * 49)]
+    length = traffic_of(long, tmp_path).max_length
+    assert needed <= length < needed + 64
+    bounded = split_traffic(
+        [tmp_path / "all.jsonl"], FEW, block_size=5, min_length=64, max_length=180
+    )
+    assert bounded.max_length == 180
+
+
+def test_traffic_of_another_target_is_an_error(world: World, tmp_path: Path) -> None:
+    capture = write_capture(tmp_path / "capture", world.target, requests(NEW, 4))
+    with pytest.raises(LearnError, match=r"was captured from tiny .* not from the target"):
+        copy_newest(capture, "another", tmp_path / "copy")
+
+
+def test_traffic_is_copied_readable_by_the_owner_only(world: World, tmp_path: Path) -> None:
+    asked = requests(NEW, 8)
+    capture = write_capture(tmp_path / "capture", world.target, asked, segments=3)
+    for path in segment_paths(capture):
+        path.chmod(0o600)
+    copied = copy_newest(capture, fingerprint(world.target), tmp_path / "copy")
+    for path in segment_paths(capture):
+        path.unlink()  # as the server does
+    assert [sample.id for sample in Samples(copied)] == [sample.id for sample in asked]
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in copied} == {0o600}
+
+
+def test_evenly_spaced_indices_cover_the_range() -> None:
+    assert evenly_spaced(range(10), 3) == [0, 3, 6]
+    assert evenly_spaced(range(2), 5) == [0, 1]
+
+
+@pytest.fixture
+def mix(world: World, tmp_path: Path) -> Mix:
+    # One held-out prompt of the original data is requested again.
+    samples = world.data.samples()
+    held_out = split(samples, 64, SETTINGS_OF_FIRST.validation_sequences).validation
+    asked = requests(NEW, 60)
+    asked[3] = asked[3].model_copy(update={"prompt": samples[held_out[0]].prompt})
+    return make_mix(traffic_of(asked, tmp_path), world.data, SETTINGS_OF_FIRST, 0.5, seed=1)
+
+
+def test_no_prompt_is_in_two_files(mix: Mix) -> None:
+    parts = [{prompt_key(sample) for sample in part} for part in mix]
+    for number, one in enumerate(parts):
+        for other in parts[number + 1 :]:
+            assert not one & other
+
+
+def test_the_base_is_what_the_first_training_held_out(mix: Mix, world: World) -> None:
+    samples = world.data.samples()
+    held_out = split(samples, 64, SETTINGS_OF_FIRST.validation_sequences).validation
+    assert mix.base == [samples[index] for index in held_out]
+
+
+def test_replay_has_the_requested_share(mix: Mix, world: World, tmp_path: Path) -> None:
+    assert len(mix.replay) == len(mix.traffic) == 42  # of 48: 5 validate, 1 is held out
+    asked = traffic_of(requests(NEW, 60), tmp_path / "more")
+    assert len(make_mix(asked, world.data, SETTINGS_OF_FIRST, 0.2, seed=1).replay) == 11
+    assert not make_mix(asked, world.data, SETTINGS_OF_FIRST, 0.0, seed=1).replay
+
+
+def test_too_little_replay_is_repeated(mix: Mix, tmp_path: Path) -> None:
+    write_mix(mix._replace(replay=mix.replay[:10]), tmp_path / "mix")
+    corpus = read_training(tmp_path / "mix", 64, 0.5, TINY_VOCAB)
+    names = [corpus.samples.path_of(index).name for index in corpus.split.train]
+    assert names.count("replay.jsonl") == names.count("traffic.jsonl") == 42
+    assert len(set(corpus.split.train)) == 52
+
+
+def test_training_never_sees_what_the_gate_evaluates_on(mix: Mix, tmp_path: Path) -> None:
+    write_mix(mix, tmp_path / "mix")
+    corpus = read_training(tmp_path / "mix", 64, 0.5, TINY_VOCAB)
+    seen = {prompt_key(sample) for sample in corpus.samples}
+    for name in (HELD_OUT, BASE):
+        assert not seen & {prompt_key(sample) for sample in read_part(tmp_path / "mix", name)}
+    validated = [corpus.samples[index] for index in corpus.split.validation]
+    assert sorted(validated, key=lambda sample: sample.id) == sorted(
+        mix.validation, key=lambda sample: sample.id
+    )
+    assert not set(corpus.split.train) & set(corpus.split.validation)
+
+
+def test_the_mix_is_readable_by_the_owner_only(mix: Mix, tmp_path: Path) -> None:
+    write_mix(mix, tmp_path / "mix")
+    assert (tmp_path / "mix").stat().st_mode & 0o777 == 0o700
+
+
+def test_replay_without_greedy_samples_is_an_error(world: World, tmp_path: Path) -> None:
+    warm = [s.model_copy(update={"temperature": 1.0}) for s in world.data.samples()]
+    write_data(tmp_path / "data", world.target, warm)
+    asked = traffic_of(requests(NEW, 60), tmp_path)
+    with pytest.raises(LearnError, match="none of the 200 samples is greedy"):
+        make_mix(asked, DataFolder(tmp_path / "data"), SETTINGS_OF_FIRST, 0.5, seed=1)
