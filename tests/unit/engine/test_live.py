@@ -18,7 +18,6 @@ from leadout.engine.live import (
     live_metrics_file,
     read_live_metrics,
 )
-from leadout.engine.metrics import GAUGES, fill_live, live_families
 from leadout.engine.small_files import write_small
 
 MAX_DRAFTS = 4
@@ -210,27 +209,6 @@ def test_metrics_file_expires_after_a_minute(tmp_path: Path) -> None:
     assert read_live_metrics(path) is None
     path.write_text('{"written": 1, "else": 2}')
     assert read_live_metrics(path) is None
-
-
-def test_gauges_show_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.json"
-    gauges = live_families()
-    fill_live(gauges, ["model", "0"], path)
-    assert not any(gauge.samples for gauge in gauges)
-    metrics = LiveMetrics(
-        written=time.time(), steps=1, drafted=3, available=4, verified=4, lookup=1, probes=2
-    )
-    write_small(metrics, path)
-    fill_live(gauges, ["model", "0"], path)
-    shown = {gauge.name: [sample.value for sample in gauge.samples] for gauge in gauges}
-    assert shown == {
-        "leadout:draft_length": [3.0],
-        "leadout:skipped_drafts": [0.25],
-        "leadout:copied_drafts": [0.25],
-        "leadout:probes": [2.0],
-        "leadout:estimated_gain": [],  # not known yet
-    }
-    assert list(shown) == list(GAUGES)
 
 
 def test_each_engine_has_a_file_of_its_own() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from leadout.engine.metrics import DEFAULT_BREAK_EVEN, LEAST_DRAFTS
+from leadout.engine.metrics import DEFAULT_BREAK_EVEN, MIN_DRAFTS
 from support.ops_files import OPS, dashboard_queries, rules, scraped_metrics
 
 PROMETHEUS = OPS / "prometheus"
@@ -70,7 +70,7 @@ def test_every_query_of_the_dashboard_parses(promtool: str, tmp_path: Path) -> N
 def test_rules_and_server_agree_on_what_is_too_little() -> None:
     by_name = {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
     assert by_name["leadout:break_even"] == f"vector({DEFAULT_BREAK_EVEN})"
-    assert f">= {LEAST_DRAFTS}" in by_name["leadout:acceptance_length:rate5m"]
+    assert f">= {MIN_DRAFTS}" in by_name["leadout:acceptance_length:rate5m"]
 
 
 def test_only_vllms_and_our_metrics_are_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""The acceptance of the last minute, over real HTTP, and the watch that cannot hurt its server."""
+"""Metrics over real HTTP: the last minute's acceptance, and errors that never reach the server."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from leadout.engine import metrics as watch
+from leadout.engine import metrics
 from leadout.engine.capture import CaptureCounters
 from leadout.engine.live import LiveMetrics, live_metrics_file
 from leadout.engine.metrics import AcceptanceWatch
@@ -49,7 +49,7 @@ def parse(text: str) -> Samples:
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that finds every acceptance too low, after a second of it."""
+    """A server that warns of any acceptance after about a second."""
     speculative = {
         "method": "dflash",
         "model": str(QUICK_DRAFTER),
@@ -114,7 +114,7 @@ def test_gauges_agree_with_vllms_counters(server: Server) -> None:
     assert shown == pytest.approx(expected, abs=1e-6)
 
 
-def test_low_acceptance_is_said_once(server: Server) -> None:
+def test_low_acceptance_is_logged_once(server: Server) -> None:
     prompts = first_turns("mt_bench", CONCURRENCY)
     for _ in range(4):
         complete(server, prompts, tokens=64)
@@ -131,8 +131,8 @@ def test_low_acceptance_is_said_once(server: Server) -> None:
 def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     """A registry of the test's own, with the default registry's settings."""
     fresh = CollectorRegistry(auto_describe=True)
-    monkeypatch.setattr(watch, "REGISTRY", fresh)
-    monkeypatch.setattr(watch, "_shown", None)
+    monkeypatch.setattr(metrics, "REGISTRY", fresh)
+    monkeypatch.setattr(metrics, "_registered", None)
     return fresh
 
 
@@ -165,11 +165,11 @@ def step(drafts: int, accepted: int) -> SchedulerStats:
     return SchedulerStats(spec_decoding_stats=stats)
 
 
-def test_vllm_finds_the_watch() -> None:
+def test_vllm_loads_the_plugin() -> None:
     assert AcceptanceWatch in load_stat_logger_plugin_factories()
 
 
-def test_live_controls_numbers_stand_beside_the_acceptance(
+def test_gauges_of_live_control_are_shown(
     registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -183,7 +183,7 @@ def test_live_controls_numbers_stand_beside_the_acceptance(
     assert ("leadout:draft_length", "name", "0") not in shown
 
 
-def test_captures_counters_stand_there_also_without_a_drafter(
+def test_capture_counters_are_shown_without_a_drafter(
     registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -197,11 +197,11 @@ def test_captures_counters_stand_there_also_without_a_drafter(
     assert shown["leadout:capture_dropped_requests_total", "name", "0", "disk"] == 2
 
 
-def test_gauges_tell_engines_apart_and_fade_without_drafts(
+def test_gauges_are_per_engine_and_disappear_without_drafts(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(watch, "monotonic", lambda: now)
+    monkeypatch.setattr(metrics, "monotonic", lambda: now)
     watching = AcceptanceWatch(vllm_config=config(), engine_indexes=[0, 1])
     watching.record(step(4, 1), None, mm_cache_stats=None, engine_idx=0)
     watching.record(step(2, 2), None, mm_cache_stats=None, engine_idx=1)
@@ -220,7 +220,7 @@ def test_gauges_tell_engines_apart_and_fade_without_drafts(
     assert parse(generate_latest(registry).decode()) == {}
 
 
-def test_a_second_engine_takes_the_place_of_the_first(registry: CollectorRegistry) -> None:
+def test_a_second_engine_replaces_the_first(registry: CollectorRegistry) -> None:
     first = AcceptanceWatch(vllm_config=config(), engine_indexes=[0])
     second = AcceptanceWatch(vllm_config=config(), engine_indexes=[0])
     first.record(step(4, 4), None)
@@ -240,7 +240,7 @@ def test_a_second_engine_takes_the_place_of_the_first(registry: CollectorRegistr
         (None, None, "0.32.1", False),
     ],
 )
-def test_only_a_dflash_server_with_leadout_switched_on_is_watched(
+def test_metrics_need_a_dflash_drafter_and_leadout_switched_on(
     registry: CollectorRegistry,
     log: list[logging.LogRecord],
     monkeypatch: pytest.MonkeyPatch,
@@ -261,7 +261,7 @@ def test_only_a_dflash_server_with_leadout_switched_on_is_watched(
     assert log == []
 
 
-def test_an_error_while_recording_costs_one_line(
+def test_an_error_while_recording_is_logged_once(
     registry: CollectorRegistry, log: list[logging.LogRecord]
 ) -> None:
     watching = AcceptanceWatch(vllm_config=config(), engine_indexes=[0])
@@ -270,22 +270,22 @@ def test_an_error_while_recording_costs_one_line(
     for _ in range(3):
         watching.record(broken, None)
     assert [record.levelname for record in log] == ["ERROR"]
-    assert "no longer watches the acceptance: AttributeError: " in log[0].getMessage()
+    assert "metrics is off after an error: AttributeError: " in log[0].getMessage()
     assert parse(generate_latest(registry).decode()) == {}
 
 
-def test_an_error_while_scraping_costs_one_line(
+def test_an_error_while_scraping_is_logged_once(
     registry: CollectorRegistry, log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching = AcceptanceWatch(vllm_config=config(), engine_indexes=[0])
     watching.record(step(4, 4), None)
-    monkeypatch.delattr(watch.AcceptanceWindow, "acceptance_length")
+    monkeypatch.delattr(metrics.AcceptanceWindow, "acceptance_length")
     for _ in range(3):
         assert parse(generate_latest(registry).decode()) == {}
     assert len(log) == 1
 
 
-def test_a_wrong_setting_costs_one_line(
+def test_an_invalid_setting_is_logged_once(
     registry: CollectorRegistry, log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LEADOUT_BREAK_EVEN", "much")
@@ -293,14 +293,14 @@ def test_a_wrong_setting_costs_one_line(
     watching.record(step(4, 4), None)
     assert generate_latest(registry) == b""
     assert len(log) == 1
-    assert "LEADOUT_BREAK_EVEN is 'much', wanted a number of at least 1" in log[0].getMessage()
+    assert "LEADOUT_BREAK_EVEN is 'much', expected a number of at least 1" in log[0].getMessage()
 
 
 def test_the_warning_sums_over_engines(
     registry: CollectorRegistry, log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(watch, "monotonic", lambda: now)
+    monkeypatch.setattr(metrics, "monotonic", lambda: now)
     watching = AcceptanceWatch(vllm_config=config(), engine_indexes=[0, 1])
     for second in range(300):
         now = 100.0 + second
