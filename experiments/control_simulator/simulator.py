@@ -218,7 +218,7 @@ def _run_schedule(
 
 
 def run_bare(traffic: Traffic, machine: Machine, batch_size: int, clock_end: float) -> Run:
-    """An engine without a drafter, which has no drafter's context to keep up either."""
+    """An engine without a drafter, and so without the cost of updating its context."""
     unit = machine.table(batch_size).baseline
     slots = _Slots.of(traffic, batch_size)
     clock, steps = 0.0, []

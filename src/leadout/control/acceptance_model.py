@@ -34,12 +34,12 @@ GLOBAL_SHRINKAGE = 4.0  # trials; weight of the global estimate, in that of a re
 GLOBAL_HALF_LIFE = 60.0
 REQUEST_HALF_LIFE = 45.0
 IDLE_HALF_LIFE = 60.0  # of a request whose drafts are not verified
-REQUESTS_PER_UPDATE_STEP = 16  # for each so many, one more step between two updates
+REQUESTS_PER_UPDATE_STEP = 16  # a batch of n requests is updated every 1 + n // 16 steps
 # Change detection, in standard deviations: slack of a step, and threshold of the sum.
 GLOBAL_SLACK, GLOBAL_THRESHOLD = 0.5, 7.0
 REQUEST_SLACK, REQUEST_THRESHOLD = 0.5, 3.5
 MIN_VARIANCE = 0.2  # one lucky draft where none was expected is no change
-# After a change: max. global trials at a position, and the factor on trials of single requests.
+# After a change: cap on the global trials of a position, and factor on the trials of a request.
 MAX_TRIALS_AFTER_CHANGE = 3.0
 REQUEST_FACTOR_AFTER_CHANGE = 0.1
 
@@ -119,7 +119,7 @@ class DecayedCounts:
         return cls([0.0] * positions, [0.0] * positions)
 
     def decay(self, growth: float) -> None:
-        """Count everything so far 1 / `growth` times as much."""
+        """Divide the weight of everything so far by `growth`."""
         self.weight *= growth
         if self.weight > 1e9:
             self.accepted = [accepted / self.weight for accepted in self.accepted]
@@ -127,7 +127,7 @@ class DecayedCounts:
             self.weight = 1.0
 
     def cap_trials(self, max_trials: float) -> None:
-        """Reduce each position to at most so many trials, with the same share accepted."""
+        """Reduce each position to at most `max_trials`, with the same share accepted."""
         for position, trials in enumerate(self.trials):
             if trials > max_trials * self.weight:
                 self.accepted[position] *= max_trials * self.weight / trials

@@ -119,7 +119,7 @@ class StepCostTable:
         return self.step[0][0]
 
 
-TABLE_POINTS = 8  # max. tabulated points between one verified draft per request and the next
+TABLE_POINTS = 8  # at most, between one verified draft per request and the next
 TABLE_REFRESH_STEPS = 16  # steps after which a table is computed anew
 KNEE_TOKENS = (64, 256)  # tokens of a pass beyond which each may cost more
 OBSERVATION_NOISE = 0.1  # standard deviation of a measured step, relative

@@ -17,12 +17,11 @@ from leadout.control.cost_model import StepCostTable
 from leadout.control.throughput import throughput_by_k
 
 PROBE_TIME_SHARE = 0.02
-# Max. cost of a probe's drafting and verifying, in baseline steps, beyond the smallest probe.
+# Limits for probes larger than the smallest: cost of drafting and verifying, in baseline steps.
 MAX_PROBE_DRAFTING, MAX_PROBE_VERIFYING = 0.2, 0.08
 MIN_PROBE_DRAFTS = 2  # for a request
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 200  # steps
-# After so many failures in a row, probes are so many times rarer.
-FAILURES_BEFORE_BACKOFF, BACKOFF_FACTOR = 20, 2
+FAILURES_BEFORE_BACKOFF, BACKOFF_FACTOR = 20, 2  # after 20 in a row, probes are half as frequent
 PRIOR_REJECTIONS = 2  # added to what a series of probes has shown
 MAX_STEPS_WITHOUT_BASELINE = 256  # with drafts, between two steps that show what drafting costs
 MEASUREMENTS = 2  # of each kind of step, without measured costs

@@ -30,20 +30,17 @@ from leadout.control.throughput import (
 
 MIN_GAIN_TO_SWITCH_ON = 1.02  # over K = 0
 MIN_GAIN_TO_CHANGE_K = 1.01  # over the present K
-REQUESTS_PER_PLAN_STEP = 16  # for each so many requests, a plan is used for one more step
+REQUESTS_PER_PLAN_STEP = 16  # a plan for n requests is used for 1 + n // 16 steps
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRequest:
-    """A request in the next step: its drafts at hand, and its max. drafts.
-
-    `lookup`: drafts from prompt lookup, which may replace the drafter's.
-    """
+    """A request in the next step, with numbers of drafts."""
 
     request_id: str
-    available: int
-    limit: int
-    lookup: int = 0
+    available: int  # made by the drafter in the step before
+    limit: int  # maximum for this request
+    lookup: int = 0  # from prompt lookup, which may replace the drafter's
 
 
 @dataclass(frozen=True, slots=True)

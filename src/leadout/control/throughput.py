@@ -24,9 +24,9 @@ Survival = Sequence[float]  # [j]: probability that drafts 1 to j + 1 are all ac
 def throughput_by_k(
     survivals: Sequence[Survival], limits: Sequence[int], costs: StepCostTable
 ) -> list[float]:
-    """Max. tokens per second for each K, if every step drafts K and verifies the best of them.
+    """The highest tokens per second for each K, if every step drafts K and verifies the best.
 
-    `limits[i]`: max. drafts of request i.
+    `limits[i]` is the maximum number of drafts of request i.
     """
     found = [costs.batch_size / costs.baseline]
     candidates: list[float] = []

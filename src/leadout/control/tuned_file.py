@@ -135,7 +135,7 @@ def _fastest_gaining(speedups: Mapping[int, Interval]) -> int:
 
 
 def _smallest_loss(speedups: Mapping[int, Interval]) -> int:
-    """0, unless some K is significantly faster than keeping up the context for nothing."""
+    """0, unless some K is significantly faster than K = 0."""
     idle = speedups[0].value
     return _smallest_near_best({k: s for k, s in speedups.items() if k > 0 and s.low > idle})
 
@@ -206,7 +206,7 @@ class Tuned(_Part):
     block_size: int = Field(ge=2)
     runner: Literal["V1", "V2"]
     max_batch: int = Field(ge=1)
-    # Seconds; verify[batch][0] is a bare step, draft[batch][0] keeps up the drafter's context.
+    # Seconds; verify[batch][0] is a bare step, draft[batch][0] only updates the drafter's context.
     verify: CostCurves
     draft: CostCurves
     acceptance: Acceptance

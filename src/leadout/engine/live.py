@@ -29,9 +29,9 @@ LOG_SECONDS = 60.0
 
 
 def draft_limit(options: Mapping[str, Any] | None, max_drafts: int) -> int:
-    """The max. drafts that a request asks for, as in `vllm_xargs: {"leadout_draft": 2}` or "off".
+    """A request's own limit on its drafts, from `vllm_xargs: {"leadout_draft": 2}` or "off".
 
-    `max_drafts` if it does not ask for any; ValueError for a value that is neither.
+    `max_drafts` without the option; ValueError for any other value.
     """
     value = (options or {}).get(DRAFT_OPTION)
     if value is None:

@@ -1,4 +1,4 @@
-"""What the docs say of live control is what its result files say."""
+"""The numbers in docs/live.md are those of the result files."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ def page() -> str:
 
 
 @pytest.mark.parametrize(("part", "kinds"), [("chosen_on", 25), ("held_out", 14)])
-def test_the_page_tells_how_near_the_policy_is_to_the_oracle(part: str, kinds: int) -> None:
+def test_page_reports_the_distance_from_the_oracle(part: str, kinds: int) -> None:
     simulated = result("simulator.json")
     assert simulated["provenance"]["command"].startswith("python scripts/simulate_control.py")
     fair = [
@@ -35,7 +35,7 @@ def test_the_page_tells_how_near_the_policy_is_to_the_oracle(part: str, kinds: i
     assert told in page()
 
 
-def test_the_page_names_the_worst_cells() -> None:
+def test_page_names_the_worst_cells() -> None:
     simulated = result("simulator.json")
     below = simulated["held_out"]["below_bound"]
     one_kind = [cell for cell in below if cell[0] == "requests that switch to translation"]
@@ -46,18 +46,18 @@ def test_the_page_names_the_worst_cells() -> None:
     assert f"{lured:.2f} of a bare engine in the worst cell" in page()
 
 
-def test_a_wrong_prior_lasts_less_than_200_steps() -> None:
+def test_wrong_prior_lasts_less_than_200_steps() -> None:
     found = result("simulator.json")["wrong_prior_steps"].values()
     longest = max(steps for cells in found for steps in cells.values())
     assert longest < 200
     assert f"lasts {longest} steps at most" in page()
 
 
-def test_a_decision_for_64_requests_takes_less_than_a_fifth_of_a_millisecond() -> None:
+def test_decision_for_64_requests_takes_less_than_200_microseconds() -> None:
     assert result("simulator.json")["decision_microseconds"]["64"]["decide_median"] < 200
 
 
-def test_the_least_match_is_the_measured_one() -> None:
+def test_page_reports_the_acceptance_of_prompt_lookup() -> None:
     copying = result("copying.json")
     assert copying["provenance"]["command"].startswith("python scripts/measure_copying.py")
     row = copying["by_match"][str(MIN_MATCH)]["all"]
@@ -66,7 +66,7 @@ def test_the_least_match_is_the_measured_one() -> None:
     assert told in page()
 
 
-def test_the_page_tells_what_live_control_gains_on_a_real_server() -> None:
+def test_page_reports_the_speed_on_a_real_server() -> None:
     found = json.loads((ROOT / "results" / "live" / "smollm2.json").read_text())
     assert found["provenance"]["command"].startswith("python scripts/measure_live.py")
     one, eight = (found["traffic"]["ratios"][at] for at in ("1", "8"))
