@@ -4,7 +4,9 @@ Inside vLLM's processes
 - `plugin`: vLLM's entry point into Leadout; registers the draft model class
 - `draft_model`: the DFlash drafter as vLLM runs it
 - `scheduler`: Leadout's schedulers, which attach the features below to each step
-- `live`: chooses the draft length at every step
+- `live`: connects the schedulers with the draft-length policy
+- `fail_safe`: switches a feature off after its first error
+- `sliding_window`: counts over the last minute
 - `capture`, `capture_store`: keep the token ids of finished requests
 - `rollout`, `hot_swap`: follow a registry and replace the drafter of a running server
 - `admin`: HTTP endpoints for swaps and status

@@ -98,7 +98,7 @@ class TimedEngine(TextEngine):
     """An engine whose scheduler records what each step did."""
 
     def __init__(self, request: CalibrationRequest, drafter: str | None) -> None:
-        from leadout.engine.scheduler import NAME
+        from leadout.engine.scheduler import CALIBRATION_SCHEDULER
         from leadout.pairing.rules import batched_tokens_for
 
         needed = batched_tokens_for(request.max_batch, request.draft_tokens)
@@ -109,7 +109,7 @@ class TimedEngine(TextEngine):
             dtype=request.dtype,
             drafter=drafter,
             draft_tokens=request.draft_tokens,
-            scheduler_cls=NAME,
+            scheduler_cls=CALIBRATION_SCHEDULER,
             async_scheduling=False,
             enable_prefix_caching=False,
             max_num_batched_tokens=max(needed, MIN_BATCHED_TOKENS),
@@ -129,7 +129,7 @@ class TimedEngine(TextEngine):
         """Seconds of one step, and the scheduler's record of it."""
         began = time.perf_counter()
         self.step()
-        return time.perf_counter() - began, self.scheduler.note
+        return time.perf_counter() - began, self.scheduler.last_step
 
     def begin(self, prompts: Sequence[tuple[int, Sequence[int]]], max_tokens: int) -> list[Prefill]:
         """Submit numbered prompts and step until all of them decode."""
@@ -138,10 +138,10 @@ class TimedEngine(TextEngine):
             self.submit(TextRequest(name, prompt, max_tokens, ignore_eos=True))
         prefills = []
         while True:
-            seconds, note = self.timed_step()
-            if note.prompt_tokens and not note.verified:
-                prefills.append(Prefill(tokens=note.prompt_tokens, seconds=seconds))
-            if not note.prompt_tokens:
+            seconds, record = self.timed_step()
+            if record.prompt_tokens and not record.verified:
+                prefills.append(Prefill(tokens=record.prompt_tokens, seconds=seconds))
+            if not record.prompt_tokens:
                 return prefills
 
     def abort(self) -> None:
@@ -227,21 +227,21 @@ class _Round:
         """The seconds of a step, if the batch was full."""
         if self._bare.running < self._settings.batch:
             return []
-        seconds, note = self._bare.timed_step()
-        return [seconds] if len(note.verified) == self._settings.batch else []
+        seconds, record = self._bare.timed_step()
+        return [seconds] if len(record.verified) == self._settings.batch else []
 
     def _drafting_step(self) -> list[StepTime]:
         if self._drafting.running < self._settings.batch:
             return []
-        seconds, note = self._drafting.timed_step()
-        for name, verified in note.verified.items():
+        seconds, record = self._drafting.timed_step()
+        for name, verified in record.verified.items():
             tokens = self._gained.setdefault(name, [])
             if verified == self._settings.k and sum(tokens) < self._tokens:
-                tokens.append(note.tokens[name])
-        lengths = set(note.verified.values())
-        if len(note.verified) != self._settings.batch or len(lengths) != 1:
+                tokens.append(record.tokens[name])
+        lengths = set(record.verified.values())
+        if len(record.verified) != self._settings.batch or len(lengths) != 1:
             return []
-        return [StepTime(verified=lengths.pop(), drafted=note.drafted, seconds=seconds)]
+        return [StepTime(verified=lengths.pop(), drafted=record.drafted, seconds=seconds)]
 
     def _is_over(self) -> bool:
         """Every request has its tokens, or one has reached the maximum length."""

@@ -45,7 +45,7 @@ from leadout.engine.vllm_adapter import is_dflash, is_supported
 
 logger = init_logger("vllm.leadout")
 
-NAME = f"{__name__}.CalibrationScheduler"
+CALIBRATION_SCHEDULER = f"{__name__}.CalibrationScheduler"
 MAX_IN_FLIGHT = 64  # outputs that never come back must not accumulate
 
 
@@ -259,7 +259,7 @@ class CalibrationScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.drafts: Iterator[int] = repeat(self.num_spec_tokens)
-        self.note: StepRecord | None = None
+        self.last_step: StepRecord | None = None
 
     def schedule(self, *arguments: Any, **settings: Any) -> Any:
         output = super().schedule(*arguments, **settings)
@@ -268,7 +268,7 @@ class CalibrationScheduler(Scheduler):  # type: ignore[misc]
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self.note = self._record(scheduler_output, model_runner_output)
+        self.last_step = self._record(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _record(self, scheduled: Any, output: Any) -> StepRecord:
