@@ -28,7 +28,7 @@ from rich.progress import track
 
 import common  # noqa: F401 - sets the environment
 import result_charts
-from leadout.bench.settings import common_flags, rotated, write_prompts
+from leadout.bench.setup import common_flags, rotated, write_prompts
 from leadout.checkpoints import read_checkpoint
 from leadout.engine.load_test import LoadGenerator, LoadRequest
 from leadout.engine.server import Server

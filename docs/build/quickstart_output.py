@@ -53,12 +53,19 @@ def tune() -> str:
 
 
 def bench() -> str:
-    from leadout.bench.report import print_result
+    from leadout.bench.report import next_command, print_result, print_written
+    from leadout.bench.settings import BenchSettings
 
     result = BenchResult.model_validate_json((RESULTS / "bench.json").read_text())
-    written = ("results.json", "results.csv", "report.html", "speedup.svg")
-    printed = _printed(lambda console: print_result(result, console))
-    return _console(BENCH, printed + "".join(f"wrote bench/{name}\n" for name in written))
+    settings = BenchSettings(target="smollm2", draft=(DRAFTER,), tuned=Path("tuned.json"))
+    names = ("results.json", "results.csv", "report.html", "speedup.svg")
+    written = [settings.out / name for name in names]
+
+    def show(console: Console) -> None:
+        print_result(result, console)
+        print_written(written, next_command(settings, result), console)
+
+    return _console(BENCH, _printed(show))
 
 
 def plan() -> str:

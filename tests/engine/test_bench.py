@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from leadout.bench.results import ROUNDS, BenchResult, Measured, RoundsFile
+from leadout.errors import NEGATIVE, UNDECIDED
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.processes import Process, family_of, wait_until_gone
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
@@ -23,7 +24,7 @@ K = TINY_DRAFTER.max_draft_tokens
 TOKENS, CONCURRENCIES, ROUND_COUNT = 12, (1, 4), 3
 KILLED_AFTER = 2  # cells
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-# Servers run as users run them, and say which plugins they load.
+# Servers run as users run them, and log which plugins they load.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "DEBUG",
@@ -64,12 +65,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     ended = subprocess.run(
         words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300
     )
-    assert ended.returncode == 0, ended.stderr
+    # A random drafter does not pay; on a busy machine the rounds may not suffice to tell.
+    assert ended.returncode in (NEGATIVE, UNDECIDED), ended.stderr
     return Story(folder / "out", killed, left, before, ended.stdout)
 
 
 def _kill_on_its_way(words: list[str], rounds: Path) -> tuple[list[Process], list[Process]]:
-    """What was running when the bench was killed, and what of it stayed."""
+    """The processes that ran when the bench was killed, and those that remained."""
     run = subprocess.Popen(
         words, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -82,7 +84,7 @@ def _kill_on_its_way(words: list[str], rounds: Path) -> tuple[list[Process], lis
     return family, wait_until_gone(family, seconds=60)
 
 
-def test_a_kill_leaves_no_server_and_no_generator(story: Story) -> None:
+def test_a_kill_leaves_no_process_behind(story: Story) -> None:
     assert sum("EngineCore" in process.command for process in story.killed) == 2
     assert any("leadout.engine.load_test" in process.command for process in story.killed)
     assert story.left_by_kill == []
@@ -114,14 +116,14 @@ def test_every_cell_has_its_rounds_and_its_speedup(story: Story) -> None:
     assert len(result.geometric_means) == len(CONCURRENCIES)
 
 
-def test_both_arms_answer_the_same_prompts_of_a_round(story: Story) -> None:
+def test_both_arms_get_the_same_prompts_in_a_round(story: Story) -> None:
     read: dict[str, dict[tuple[int, int], tuple[int, int]]] = {"bare": {}, "fixed": {}}
     for each in RoundsFile(story.out).read():
         key = (each.cell.round, each.cell.concurrency)
         read[each.cell.arm][key] = (each.load.prompt_tokens, each.load.output_tokens)
         assert each.load.output_tokens == TOKENS * each.load.requests
     assert read["bare"] == read["fixed"]
-    # Other prompts in another round: two-digit numbers make them longer.
+    # Another round has other prompts: two-digit numbers make them longer.
     assert read["bare"][0, 4] != read["bare"][1, 4]
 
 
@@ -138,14 +140,14 @@ def test_only_the_arm_with_a_drafter_counts_drafts(story: Story) -> None:
             assert each.drafts >= each.requests * (TOKENS - 1) / (K + 1)
 
 
-def test_servers_are_vllm_as_it_is_and_keep_no_prefixes(story: Story) -> None:
+def test_servers_are_plain_vllm_without_prefix_caching(story: Story) -> None:
     for arm in ("bare", "fixed"):
         log = (story.out / "logs" / f"{arm}.log").read_text()
         assert "is installed but disabled by LEADOUT_PLUGIN=0" in log
         assert "'enable_prefix_caching': False" in log
 
 
-def test_the_report_opens_in_a_browser_with_all_its_plots(story: Story) -> None:
+def test_the_report_opens_in_a_browser_with_all_charts(story: Story) -> None:
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")

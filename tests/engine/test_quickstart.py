@@ -13,6 +13,7 @@ import pytest
 
 from leadout.bench.results import BenchResult
 from leadout.engine.server import free_port
+from leadout.errors import SUCCESS, UNDECIDED
 from support.models import ROOT
 
 PAGE = ROOT / "docs" / "quickstart.md"
@@ -31,6 +32,7 @@ SHORTENED = {
         "--concurrency 1 --rounds 1 --waves 1 --output-tokens 8",
     ),
 }
+EXIT_CODES = {"leadout bench": UNDECIDED}  # one round has no confidence interval
 # Of what the page shows, the words that must also come out here.
 STABLE = {
     "leadout env": ["Leadout environment", "model runner", "accelerators", "Commands", "yes"],
@@ -154,7 +156,7 @@ def errors(run: Run, step: Step) -> str:
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_the_command_does_what_the_page_shows(run: Run, step: Step) -> None:
-    assert run.exit_codes[step.name] == 0, errors(run, step)
+    assert run.exit_codes[step.name] == EXIT_CODES.get(step.name, SUCCESS), errors(run, step)
     for words in STABLE[step.name]:
         assert words in step.shown, "the page does not show what is compared"
         assert words in run.printed[step.name], run.printed[step.name] + errors(run, step)

@@ -14,12 +14,12 @@ from leadout.engine.calibration import CalibrationRequest, CalibrationResult, ca
 from leadout.engine.serve_plan import make_plan
 from leadout.engine.serve_settings import ServeSettings
 from leadout.models import fingerprint
-from leadout.tune.run import Subject, prepare, tuned_of
-from leadout.tune.settings import TuneRequest
+from leadout.tune.run import Subject, prepare, summarize
+from leadout.tune.settings import TuneSettings
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
-MOST, MAX_BATCH, TOKENS = TINY_DRAFTER.max_draft_tokens, 2, 16
+MAX_K, MAX_BATCH, TOKENS = TINY_DRAFTER.max_draft_tokens, 2, 16
 TABLE = [(1, 1, 3), (2, 2, 1), (3, 16, 0)]
 METRIC = "vllm:spec_decode_num_"
 
@@ -34,16 +34,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def measured(pair: tuple[Path, Path]) -> CalibrationResult:
-    """What `leadout tune` asks of the engines, with fewer tokens."""
+    """What `leadout tune` measures, with fewer tokens."""
     target, drafter = map(str, pair)
-    ready = prepare(TuneRequest(target, drafter, (), MAX_BATCH, "float32"))
-    rounds = ready.rounds[: 2 * (MOST + 1)]  # each K once at each batch size
+    ready = prepare(
+        TuneSettings(target=target, drafter=drafter, max_batch=MAX_BATCH, dtype="float32")
+    )
+    rounds = ready.rounds[: 2 * (MAX_K + 1)]  # each K once at each batch size
     heard: list[str] = []
     result = calibrate(
         CalibrationRequest(
             target=target,
             drafter=drafter,
-            draft_tokens=MOST,
+            draft_tokens=MAX_K,
             prompts=ready.prompts,
             rounds=rounds,
             tokens=TOKENS,
@@ -59,12 +61,12 @@ def measured(pair: tuple[Path, Path]) -> CalibrationResult:
 @pytest.fixture(scope="module")
 def tuned(pair: tuple[Path, Path], measured: CalibrationResult) -> Tuned:
     target, drafter = (Model(name=str(path), fingerprint=fingerprint(path)) for path in pair)
-    return tuned_of(measured, Subject(target, drafter, MOST + 1))
+    return summarize(measured, Subject(target, drafter, MAX_K + 1))
 
 
-def test_steps_verify_and_draft_what_their_round_asked_for(measured: CalibrationResult) -> None:
+def test_steps_verify_and_draft_the_k_of_their_round(measured: CalibrationResult) -> None:
     assert {(each.batch, each.k) for each in measured.rounds} == {
-        (batch, k) for batch in (1, 2) for k in range(MOST + 1)
+        (batch, k) for batch in (1, 2) for k in range(MAX_K + 1)
     }
     for each in measured.rounds:
         steps = [step for turn in each.turns for step in turn.steps]
@@ -78,7 +80,7 @@ def test_steps_verify_and_draft_what_their_round_asked_for(measured: Calibration
         assert sum(step.tokens for step in each.prefill_drafting) > 0
 
 
-def test_every_request_gains_the_same_tokens(measured: CalibrationResult) -> None:
+def test_every_request_generates_the_same_tokens(measured: CalibrationResult) -> None:
     for each in measured.rounds:
         wanted = TOKENS if each.k else TOKENS // 2
         assert len(each.gained) == each.batch
@@ -87,12 +89,12 @@ def test_every_request_gains_the_same_tokens(measured: CalibrationResult) -> Non
             assert 1 <= min(gained.tokens) <= max(gained.tokens) <= each.k + 1
 
 
-def test_a_random_drafter_is_told_to_be_useless(tuned: Tuned) -> None:
-    # Its drafts stand by chance only, and each costs a part of a step.
-    assert tuned.acceptance.tokens[MOST].value < 1.3
+def test_a_random_drafter_does_not_pay(tuned: Tuned) -> None:
+    # Its drafts are accepted by chance only, and each costs a part of a step.
+    assert tuned.acceptance.tokens[MAX_K].value < 1.3
     assert tuned.table == [(1, MAX_BATCH, 0)]
     assert (tuned.runner, tuned.dtype) == ("V1", "float32")
-    assert all(tuned.draft[batch][MOST].value > 0 for batch in (1, 2))
+    assert all(tuned.draft[batch][MAX_K].value > 0 for batch in (1, 2))
 
 
 def test_an_engine_with_the_table_drafts_by_batch_size(

@@ -1,1 +1,1 @@
-"""Arms against bare vLLM: real servers, vLLM's load generator, rounds, ratios with their spread."""
+"""`leadout bench`: how much faster a drafter serves than bare vLLM, measured with real load."""

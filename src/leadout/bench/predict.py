@@ -1,12 +1,12 @@
-"""What a cost model says of a cell, to be held against what was measured.
+"""Speed-ups predicted from a tuned file's cost model, for comparison with measured ones.
 
 The engine's time for a request of n output tokens, at concurrency c:
 
     base / c + per_token * prompt + (n - 1) * step(c, K) / (c * tokens per step)
 
-The first token comes with the prefill. A prompt joins a step that others decode in, so what its
-step costs beyond its tokens is shared by all c. Tokens per step are those of the cell: the model
-predicts speed from acceptance, not acceptance.
+The first token comes with the prefill. A prompt joins a step in which other requests decode, so
+the fixed cost of that step is shared by all c. Tokens per step are those measured in the cell: the
+model predicts speed from acceptance, not acceptance itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leadout.bench.settings import Arm
+from leadout.bench.setup import Arm
 from leadout.control.cost_model import StepCosts
 from leadout.control.tuned_file import PrefillLaw, Range, Tuned
 
-CLOSE = 0.15  # a prediction this near to the measured speed-up counts as right
+CLOSE = 0.15  # relative error up to which a prediction counts as correct
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """One pair on one machine: its steps, its prefills, and its draft lengths by batch size."""
+    """Step costs, prefill costs and the table of draft lengths of one pair on one machine."""
 
     drafter: str
     costs: StepCosts
@@ -33,16 +33,16 @@ class CostModel:
 
     @classmethod
     def of(cls, tuned: Tuned, drafter: str) -> CostModel:
-        """`drafter` is what the arms call the tuned file's drafter."""
+        """`drafter` is the name that the arms use for the tuned file's drafter."""
         costs, prefills = tuned.costs(), (tuned.prefill_bare, tuned.prefill_drafting)
         return cls(drafter, costs, *prefills, tuned.table)
 
-    def knows(self, arm: Arm) -> bool:
-        """A tuned arm without a drafter's name has the file's own."""
+    def covers(self, arm: Arm) -> bool:
+        """Whether the arm uses this drafter; a tuned arm without a name uses the file's own."""
         return arm.kind in ("fixed", "tuned") and arm.drafter in (None, self.drafter)
 
     def draft_tokens(self, arm: Arm, batch: int) -> int:
-        """K of an arm at a batch size; the table's last row goes on beyond its end."""
+        """K of an arm at a batch size; the table's last row also applies beyond its end."""
         if arm.draft_tokens is not None:
             return arm.draft_tokens
         found = (k for first, last, k in self.table if first <= batch <= last)
@@ -55,7 +55,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a cell asked of the server, for each request."""
+    """The load of a cell, per request."""
 
     concurrency: int
     prompt_tokens: float
@@ -71,8 +71,8 @@ def bare_rate(model: CostModel, served: Served) -> float:
 def drafting_rate(model: CostModel, served: Served, k: int, tokens_per_step: float) -> float:
     """Output tokens per second when every step drafts and verifies k tokens of each request."""
     step = model.costs.step_seconds(served.concurrency, k)
-    gained = tokens_per_step if k else 1.0
-    return served.output_tokens / _request_seconds(model.drafting_prefill, served, step, gained)
+    per_step = tokens_per_step if k else 1.0
+    return served.output_tokens / _request_seconds(model.drafting_prefill, served, step, per_step)
 
 
 def predicted_speedup(model: CostModel, served: Served, k: int, tokens_per_step: float) -> float:
@@ -81,10 +81,10 @@ def predicted_speedup(model: CostModel, served: Served, k: int, tokens_per_step:
 
 def _request_seconds(prefill: PrefillLaw, served: Served, step: float, per_step: float) -> float:
     c = served.concurrency
-    reading = prefill.base / c + prefill.per_token * served.prompt_tokens
-    return reading + (served.output_tokens - 1) * step / (c * per_step)
+    prefill_seconds = prefill.base / c + prefill.per_token * served.prompt_tokens
+    return prefill_seconds + (served.output_tokens - 1) * step / (c * per_step)
 
 
 def share_close(pairs: Sequence[tuple[float, float]]) -> float:
-    """Of (predicted, measured): how many predictions were right."""
-    return sum(abs(said / found - 1) <= CLOSE for said, found in pairs) / len(pairs)
+    """Share of (predicted, measured) pairs within `CLOSE` of each other."""
+    return sum(abs(predicted / measured - 1) <= CLOSE for predicted, measured in pairs) / len(pairs)

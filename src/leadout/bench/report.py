@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich import box
 from rich.console import Console, JustifyMethod
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from leadout.bench.predict import CLOSE
 from leadout.bench.results import BenchResult, CellResult, Latency
-from leadout.bench.settings import BARE, BenchPlan
-from leadout.checkpoints.errors import printable
-from leadout.console import ShownBar
+from leadout.bench.settings import BenchSettings
+from leadout.bench.setup import BARE, BenchPlan
+from leadout.console import facts_table
+from leadout.errors import printable
 from leadout.files import write_text
 from leadout.report import charts, html
 from leadout.stats import Spread, percentile
@@ -344,34 +338,6 @@ def _setup_section(result: BenchResult) -> html.Section:
 # The terminal.
 
 
-class BenchProgress(ShownBar):
-    """A bar on stderr; where there is no terminal, a line for each thing that happens."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def say(self, text: str) -> None:
-        if not self._console.is_terminal:
-            self._console.print(f"leadout bench: {text}", markup=False, highlight=False)
-        self._bar.update(self._task, description=printable(text))
-
-    def cells(self, total: int, done: int) -> None:
-        self._bar.reset(self._task, total=total, completed=done)
-
-    def advance(self) -> None:
-        self._bar.advance(self._task)
-
-
 def print_result(result: BenchResult, console: Console | None = None) -> None:
     console = console or Console()
     for prompt_set in result.settings.prompts:
@@ -383,8 +349,46 @@ def print_result(result: BenchResult, console: Console | None = None) -> None:
         heads = [_CONCURRENCY, *result.compared_arms]
         console.print(_table(MEANS, heads, _mean_rows(result)))
         console.print(Text(METHOD, style="dim"))
-    if result.prediction is not None:
-        console.print(Text(_prediction_sentence(result)))
+    for sentence in (_prediction_sentence(result), conclusion(result)):
+        if sentence:
+            console.print(Text(printable(sentence)))
+
+
+def conclusion(result: BenchResult) -> str:
+    """One sentence: where drafting pays."""
+    match result.outcome:
+        case "faster":
+            where = [
+                f"{arm} at concurrency {', '.join(str(m.concurrency) for m in means)}"
+                for arm in result.compared_arms
+                if (means := [m for m in result.faster if m.arm == arm])
+            ]
+            return f"Faster than bare vLLM, 95% interval above 1: {'; '.join(where)}."
+        case "slower":
+            return "Slower than bare vLLM at every concurrency: serve without this drafter."
+        case "undecided":
+            return "No significant difference from bare vLLM: measure more rounds to decide."
+    return ""
+
+
+def next_command(settings: BenchSettings, result: BenchResult) -> str:
+    drafter = settings.draft[0] if settings.draft else "DRAFTER"
+    if result.outcome is None:
+        words = ["bench", settings.target, "--draft", drafter]
+    elif settings.tuned is None:
+        words = ["tune", settings.target, drafter]
+    elif result.outcome == "slower":
+        words = ["serve", settings.target]
+    else:
+        words = ["serve", settings.target, "--draft", drafter, "--tuned", str(settings.tuned)]
+    return shlex.join(["leadout", *words])
+
+
+def print_written(paths: Sequence[Path], next_step: str, console: Console | None = None) -> None:
+    console = console or Console()
+    for path in paths:
+        console.print(Text(printable(f"wrote {path}")), soft_wrap=True)
+    console.print(Text(printable(f"next: {next_step}")), soft_wrap=True)
 
 
 def print_plan(plan: BenchPlan, console: Console | None = None) -> None:
@@ -401,12 +405,7 @@ def print_plan(plan: BenchPlan, console: Console | None = None) -> None:
         ("assuming", f"output tokens per second by concurrency, for every arm: {rates}"),
         ("based on", plan.rates_from),
     ]
-    table = Table(box=None, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for label, text in facts:
-        table.add_row(label, Text(printable(text)))
-    console.print(table)
+    console.print(facts_table(facts))
 
 
 def _table(

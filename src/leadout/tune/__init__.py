@@ -1,1 +1,1 @@
-"""How many tokens to draft at each batch size, measured for one pair on one machine."""
+"""`leadout tune`: how many tokens to draft at each batch size, for one pair on one machine."""

@@ -1,7 +1,17 @@
-"""Tokens per step by K, with intervals over prompts.
+"""From timed steps to costs and tokens per step, with bootstrap intervals.
 
-Every request gains the same number of tokens, so texts that draft well do not count for more; and
-every prompt is answered with every K, so that draws of prompts compare the same texts.
+`fit_steps` fits the additive cost of a step,
+
+    step(verified v, drafted k) = verify[v] + draft[k],    verify[0] = a bare step
+
+in units of the bare step of the same turn, so that a slow second of the machine cancels. Each cell
+(v, k) is the median of its steps, which a few disturbed steps do not move. The costs are a least
+squares fit of these medians, weighted by their numbers of steps, and never decrease in v or k.
+Intervals come from resampling turns.
+
+`fit_acceptance` estimates tokens per step by K. Every request generates the same number of tokens,
+so texts that draft well do not count for more, and every prompt is answered with every K, so that
+resampled prompts compare the same texts.
 """
 
 from __future__ import annotations
@@ -18,11 +28,13 @@ from leadout.engine.calibration import Prefill, RoundResult, Turn
 from leadout.stats import Floats, Indices, Sampled, multiplicities, never_falling
 from leadout.tune.settings import TuneError
 
+Cell = tuple[int, int]  # drafts verified, drafted
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
     tokens: Mapping[int, Sampled]  # by K
-    by_position: Sequence[Sampled]  # of the largest K: share of steps whose first n drafts stand
+    by_position: Sequence[Sampled]  # for the largest K: share of steps that accept n drafts
     requests: int
     steps: int
 
@@ -34,7 +46,7 @@ def fit_acceptance(rounds: Sequence[RoundResult]) -> Accepted:
     lengths = sorted({each.k for each in drafting})
 
     def mean(k: int, of_step: Callable[[int], float]) -> tuple[Floats, Floats]:
-        """Of something of a step's tokens, over all steps with this K, and how many they are."""
+        """Mean of `of_step` over all steps with this K, and the number of steps: both [draws]."""
         sums, steps = np.zeros((2, len(prompts)))
         for each in (each for each in drafting if each.k == k):
             for gained in each.gained:
@@ -60,22 +72,8 @@ def fit_acceptance(rounds: Sequence[RoundResult]) -> Accepted:
 
 
 def _reaches(position: int) -> Callable[[int], float]:
-    """Whether the drafts up to a position, from 1, all stand in a step of so many tokens."""
+    """For a step's tokens: whether all drafts up to a position (from 1) were accepted."""
     return lambda tokens: float(tokens > position)
-
-
-# From timed steps to the additive law of a step: what verifying costs, and what drafting costs.
-#
-#     step(drafts verified v, drafted k) = verify[v] + draft[k],    verify[0] = a bare step
-#
-# The unit is the bare step of the same turn, so that a slow second of the machine cancels. Each
-# cell
-# (v, k) is its median, which a few disturbed steps do not move; the law goes through the medians by
-# least squares, each as heavy as its number of steps, and never falls. Turns are drawn again for
-# the
-# intervals.
-
-Cell = tuple[int, int]  # drafts verified, drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,8 @@ def fit_steps(turns: Sequence[Turn], seed: int = 0) -> StepLaw:
     whole = [turn for turn in turns if turn.bare and turn.steps]
     if not whole:
         raise TuneError(
-            "calibration: found no turn in which both engines decoded a full batch, wanted some; "
-            "lower --max-batch, or give shorter --prompts"
+            "calibration never had both engines decode a full batch: lower --max-batch, or use "
+            "shorter --prompts."
         )
     counts = multiplicities(len(whole), seed)
     cells: dict[Cell, list[tuple[int, float]]] = defaultdict(list)
@@ -113,7 +111,7 @@ def fit_steps(turns: Sequence[Turn], seed: int = 0) -> StepLaw:
 
 
 def weighted_median(values: Sequence[tuple[int, float]], counts: Floats) -> Floats:
-    """Of (unit, value) pairs, for every row of how often each unit counts; 0 where none does."""
+    """Median of (unit, value) pairs for each row of `counts` [draws, units]; 0 without any."""
     units, sorted_values = _columns(sorted(values, key=lambda pair: pair[1]))
     running = counts[:, units].cumsum(1)
     half = running[:, -1:] / 2
@@ -152,23 +150,23 @@ def _additive(
     weight = np.stack([weights[cell] for cell in cells], axis=1)
     weighted = weight[:, :, None] * design
     normal = design.T @ weighted
-    # A draw may leave out all steps of a cell; what it says nothing of stays near zero.
+    # A draw may contain no step of a cell: the unknowns it does not determine stay near zero.
     normal = normal + 1e-9 * np.eye(len(place))
     found = np.linalg.solve(normal, (weighted * measured[:, :, None]).sum(1)[:, :, None])[:, :, 0]
-    heavy = weighted.sum(1)  # steps behind each unknown
+    heavy = weighted.sum(1)  # steps that determine each unknown
 
-    def curve(name: str, at: Sequence[int], least: float) -> dict[int, Sampled]:
+    def curve(name: str, at: Sequence[int], minimum: float) -> dict[int, Sampled]:
         columns = [place[name, each] for each in at]
-        rising = np.maximum(never_falling(found[:, columns], heavy[:, columns]), least)
+        rising = np.maximum(never_falling(found[:, columns], heavy[:, columns]), minimum)
         return {each: Sampled(column) for each, column in zip(at, rising.T, strict=True)}
 
-    # Verifying drafts never makes a step shorter, and drafting never costs less than nothing.
+    # Verifying drafts never makes a step shorter, and the cost of drafting is never negative.
     verify = curve("verify", verified, 1.0) if verified else {}
     return {0: Sampled.exactly(1.0), **verify}, curve("draft", drafted, 0.0)
 
 
 def fit_prefill(steps: Sequence[Prefill]) -> PrefillLaw:
-    """A line by the median of all slopes between two steps (Theil and Sen)."""
+    """A Theil-Sen line: its slope is the median of the slopes between all pairs of steps."""
     slopes = [
         (b.seconds - a.seconds) / (b.tokens - a.tokens)
         for number, a in enumerate(steps)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leadout.checkpoints.errors import printable
 from leadout.control.tuned_file import NEARLY_EQUAL, Choice, Gain, Tuned, gain, speedups_at
+from leadout.errors import printable
 from leadout.files import write_text
 from leadout.models import last_part
 from leadout.report import charts, html

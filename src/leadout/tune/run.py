@@ -1,4 +1,4 @@
-"""From what the engines did to curves with intervals, and from those to the table."""
+"""`leadout tune` as a function: measure a pair on this machine, and choose draft lengths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.console import Progress
 from leadout.control.tuned_file import Acceptance, Model, Tuned, choose_table
 from leadout.data.chat import Chat
 from leadout.engine.calibration import (
@@ -18,35 +19,122 @@ from leadout.engine.calibration import (
     Turn,
     calibrate,
 )
+from leadout.errors import StoppedError
 from leadout.evaluate.prompts import prompts_or_default
+from leadout.files import require_writable
 from leadout.findings import Severity
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import Pair, examine, read_target
 from leadout.provenance import Provenance
 from leadout.stats import Interval, Sampled
 from leadout.tune.fit import Accepted, StepLaw, fit_acceptance, fit_prefill, fit_steps
-from leadout.tune.settings import (
-    TOKENS,
-    Progress,
-    TuneError,
-    TunePlan,
-    TuneRequest,
-    make_plan,
-    make_rounds,
-)
+from leadout.tune.plan import TOKENS, TunePlan, make_plan, make_rounds
+from leadout.tune.settings import TuneError, TuneSettings
+
+# Prompts are read again in every round; longer ones would take more time than decoding.
+MAX_PROMPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Everything that is known before an engine starts."""
+
+    target: Path
+    drafter: Path
+    checkpoint: Checkpoint
+    prompts: list[list[int]]
+    rounds: list[RoundRequest]
+    max_length: int
+
+
+def plan(settings: TuneSettings) -> TunePlan:
+    ready = prepare(settings)
+    return make_plan(ready.target, ready.drafter, ready.rounds, list(map(len, ready.prompts)))
+
+
+def tune(settings: TuneSettings, progress: Progress, tokens: int = TOKENS) -> Tuned:
+    ready = prepare(settings)
+    max_k = ready.checkpoint.config.max_draft_tokens
+    subject = Subject(  # before the measurement: files may be replaced while it runs
+        target=Model(name=settings.target, fingerprint=fingerprint(ready.target)),
+        drafter=Model(name=settings.drafter, fingerprint=fingerprint(ready.drafter)),
+        block_size=max_k + 1,
+    )
+    advance = progress.stage("start engines and measure", 2 + len(ready.rounds))
+    try:
+        result = calibrate(
+            CalibrationRequest(
+                target=str(ready.target),
+                drafter=str(ready.drafter),
+                draft_tokens=max_k,
+                prompts=ready.prompts,
+                rounds=ready.rounds,
+                tokens=tokens,
+                max_length=ready.max_length,
+                dtype=settings.dtype,
+            ),
+            lambda message: advance(note=message),
+        )
+    except KeyboardInterrupt:
+        raise StoppedError(
+            "stopped by Ctrl-C. A tuning keeps no partial results: run the same command again, or "
+            "with a smaller --max-batch to take less time."
+        ) from None
+    return summarize(result, subject)
+
+
+def prepare(settings: TuneSettings) -> Preparation:
+    """Read every file, so that mistakes are reported before an engine starts."""
+    if settings.out.is_dir():
+        raise TuneError(f"--out {settings.out} is a folder, expected a file name.")
+    require_writable("--out", settings.out)
+    target, drafter = local_folder(settings.target), local_folder(settings.drafter)
+    checkpoint, facts = read_checkpoint(drafter), read_target(target, settings.target)
+    refused = [
+        str(finding)
+        for finding in examine(Pair(target=facts, drafter=checkpoint, settings=None))
+        if finding.severity is Severity.ERROR
+    ]
+    if refused:
+        raise TuneError("target and drafter do not fit:\n" + "\n".join(refused))
+    max_k = checkpoint.config.max_draft_tokens
+    positions = checkpoint.config.max_positions
+    longest = min(facts.max_positions or positions, positions)
+    answer = (TOKENS + 2 * DRAFTING_STEPS) * (max_k + 1)
+    prompts = _prompts(settings, Chat(target), min(MAX_PROMPT, max(longest - answer, longest // 2)))
+    return Preparation(
+        target=target,
+        drafter=drafter,
+        checkpoint=checkpoint,
+        prompts=prompts,
+        rounds=make_rounds(settings.max_batch, max_k, len(prompts)),
+        max_length=min(longest, max(map(len, prompts)) + answer),
+    )
+
+
+def _prompts(settings: TuneSettings, chat: Chat, max_tokens: int) -> list[list[int]]:
+    rendered = [chat.prompt(prompt.turns[:1]) for prompt in prompts_or_default(settings.prompts)]
+    kept = [tokens for tokens in rendered if len(tokens) <= max_tokens]
+    if not kept:
+        raise TuneError(
+            f"--prompts: every prompt is longer than {max_tokens} tokens; add shorter ones."
+        )
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured."""
+    """The measured pair."""
 
     target: Model
     drafter: Model
     block_size: int
 
 
-def tuned_of(result: CalibrationResult, subject: Subject) -> Tuned:
-    laws = {batch: fit_steps(_turns(result.rounds, batch), seed=batch) for batch in _sizes(result)}
+def summarize(result: CalibrationResult, subject: Subject) -> Tuned:
+    """From measured steps to curves with intervals, and from those to the table."""
+    batches = sorted({each.batch for each in result.rounds})
+    laws = {batch: fit_steps(_turns(result.rounds, batch), seed=batch) for batch in batches}
     accepted = fit_acceptance(result.rounds)
     speedup = {batch: speedups(law, accepted) for batch, law in laws.items()}
     max_batch = max(laws)
@@ -77,7 +165,7 @@ def tuned_of(result: CalibrationResult, subject: Subject) -> Tuned:
 
 
 def speedups(law: StepLaw, accepted: Accepted) -> dict[int, Interval]:
-    """Tokens of a step over its length in bare steps, by K; both uncertain."""
+    """Tokens per step divided by the length of a step in bare steps, by K."""
     measured = sorted(set(accepted.tokens) & set(law.draft) & set(law.verify))
     return {k: (accepted.tokens[k] / law.step(k)).interval() for k in measured}
 
@@ -87,98 +175,10 @@ def _verify_seconds(law: StepLaw) -> dict[int, Interval]:
 
 
 def _seconds(curve: Mapping[int, Sampled], law: StepLaw) -> dict[int, Interval]:
-    """The spread is that of the ratio to a bare step: machines drift, ratios much less."""
+    """With the interval of the ratio to a bare step, which drifts much less than seconds do."""
     bare = law.bare.values[0].item()
     return {place: found.interval().times(bare) for place, found in curve.items()}
 
 
 def _turns(rounds: Sequence[RoundResult], batch: int) -> list[Turn]:
     return [turn for each in rounds if each.batch == batch for turn in each.turns]
-
-
-def _sizes(result: CalibrationResult) -> list[int]:
-    return sorted({each.batch for each in result.rounds})
-
-
-# `leadout tune` as a function: measure a pair here, and choose the draft lengths.
-
-# Prompts are read anew in every round; longer ones would take more time than the decoding.
-MAX_PROMPT = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """All that is known before an engine starts."""
-
-    target: Path
-    drafter: Path
-    checkpoint: Checkpoint
-    prompts: list[list[int]]
-    rounds: list[RoundRequest]
-    max_length: int
-
-
-def plan(request: TuneRequest) -> TunePlan:
-    ready = prepare(request)
-    return make_plan(ready.target, ready.rounds, len(ready.prompts))
-
-
-def tune(request: TuneRequest, progress: Progress, tokens: int = TOKENS) -> Tuned:
-    ready = prepare(request)
-    most = ready.checkpoint.config.max_draft_tokens
-    subject = Subject(  # before the measurement: nobody measures what is put there meanwhile
-        target=Model(name=request.target, fingerprint=fingerprint(ready.target)),
-        drafter=Model(name=request.drafter, fingerprint=fingerprint(ready.drafter)),
-        block_size=most + 1,
-    )
-    done = progress.stage("bare and drafting engine in turns", 2 + len(ready.rounds))
-    result = calibrate(
-        CalibrationRequest(
-            target=str(ready.target),
-            drafter=str(ready.drafter),
-            draft_tokens=most,
-            prompts=ready.prompts,
-            rounds=ready.rounds,
-            tokens=tokens,
-            max_length=ready.max_length,
-            dtype=request.dtype,
-        ),
-        lambda _: done(),
-    )
-    return tuned_of(result, subject)
-
-
-def prepare(request: TuneRequest) -> Preparation:
-    target, drafter = local_folder(request.target), local_folder(request.drafter)
-    checkpoint, facts = read_checkpoint(drafter), read_target(target, request.target)
-    refused = [
-        str(finding)
-        for finding in examine(Pair(target=facts, drafter=checkpoint, settings=None))
-        if finding.severity is Severity.ERROR
-    ]
-    if refused:
-        raise TuneError("target and drafter do not fit\n" + "\n".join(refused))
-    most = checkpoint.config.max_draft_tokens
-    positions = checkpoint.config.max_positions
-    longest = min(facts.max_positions or positions, positions)
-    room = (TOKENS + 2 * DRAFTING_STEPS) * (most + 1)
-    most_prompt = min(MAX_PROMPT, max(longest - room, longest // 2))
-    prompts = _prompts(request, Chat(target), most_prompt)
-    return Preparation(
-        target=target,
-        drafter=drafter,
-        checkpoint=checkpoint,
-        prompts=prompts,
-        rounds=make_rounds(request.max_batch, most, len(prompts)),
-        max_length=min(longest, max(map(len, prompts)) + room),
-    )
-
-
-def _prompts(request: TuneRequest, chat: Chat, most: int) -> list[list[int]]:
-    rendered = [chat.prompt(prompt.turns[:1]) for prompt in prompts_or_default(request.prompts)]
-    kept = [tokens for tokens in rendered if len(tokens) <= most]
-    if not kept:
-        raise TuneError(
-            f"--prompts: found none of at most {most} tokens, wanted some; give shorter ones"
-        )
-    return kept

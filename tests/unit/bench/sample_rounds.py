@@ -1,11 +1,11 @@
-"""Rounds as a bench would measure them, made up from speeds."""
+"""Rounds of a bench that never ran, from given speeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from leadout.bench.results import Measured
-from leadout.bench.settings import Arm, BenchSettings, Cell, all_cells
+from leadout.bench.setup import Arm, BenchSetup, Cell, all_cells
 from leadout.engine.load_test import Drafting, LoadResult
 
 BARE = Arm(name="bare", kind="bare")
@@ -13,14 +13,14 @@ FIXED = Arm(name="fixed", kind="fixed", drafter="some/drafter", draft_tokens=4)
 TUNED = Arm(name="tuned", kind="tuned", drafter="some/drafter", tuned="folder/tuned.json")
 
 
-def settings(
+def setup(
     *,
     arms: tuple[Arm, ...] = (BARE, FIXED),
     sets: tuple[str, ...] = ("math", "code"),
     concurrencies: tuple[int, ...] = (1, 8),
     rounds: int = 3,
-) -> BenchSettings:
-    return BenchSettings(
+) -> BenchSetup:
+    return BenchSetup(
         target="/some/folder/target",
         arms=list(arms),
         prompts={name: f"hash of {name}" for name in sets},
@@ -51,7 +51,7 @@ def load(rate: float, requests: int, drafting: Drafting | None = None) -> LoadRe
 
 
 def accepted(drafts: int, count: int, positions: int = 4) -> Drafting:
-    """Half of all accepted drafts stood at the first position."""
+    """Half of all accepted drafts are at the first position."""
     shares = [count / drafts / 2 ** (p + 1) for p in range(positions)]
     return Drafting(
         drafts=drafts, draft_tokens=drafts * positions, accepted=count, by_position=shares
@@ -59,7 +59,7 @@ def accepted(drafts: int, count: int, positions: int = 4) -> Drafting:
 
 
 def measured(
-    given: BenchSettings,
+    given: BenchSetup,
     rate: Callable[[Cell], float],
     drafting: Callable[[Cell], Drafting | None] = lambda cell: None,
 ) -> list[Measured]:

@@ -1,11 +1,11 @@
-"""The cost model's predictions, against times worked out by hand."""
+"""The cost model's predictions, compared with times computed by hand."""
 
 import pytest
-from sample_rounds import BARE, FIXED, TUNED, accepted, measured, settings
+from sample_rounds import BARE, FIXED, TUNED, accepted, measured, setup
 
 from leadout.bench.predict import CostModel, Served, bare_rate, predicted_speedup, share_close
 from leadout.bench.results import summarize
-from leadout.bench.settings import Cell
+from leadout.bench.setup import Cell
 from leadout.control.cost_model import StepCosts
 from leadout.control.tuned_file import PrefillLaw
 
@@ -47,20 +47,20 @@ def test_draft_lengths_come_from_the_arm_or_the_table() -> None:
     assert [model().draft_tokens(TUNED, batch) for batch in (1, 4, 5, 8, 32)] == [4, 4, 0, 0, 0]
 
 
-def test_the_model_knows_its_own_drafter_only() -> None:
+def test_the_model_covers_its_own_drafter_only() -> None:
     other = FIXED.model_copy(update={"drafter": "another"})
-    assert model().knows(FIXED)
-    assert model().knows(TUNED.model_copy(update={"drafter": None}))
-    assert not model().knows(other)
-    assert not model().knows(BARE)
+    assert model().covers(FIXED)
+    assert model().covers(TUNED.model_copy(update={"drafter": None}))
+    assert not model().covers(other)
+    assert not model().covers(BARE)
 
 
-def test_a_prediction_is_right_within_fifteen_percent() -> None:
+def test_a_prediction_is_correct_within_15_percent() -> None:
     assert share_close([(1.0, 1.0), (1.14, 1.0), (1.16, 1.0), (0.84, 1.0)]) == 0.5
 
 
 def test_cells_carry_predictions_from_their_own_acceptance() -> None:
-    given = settings(arms=(BARE, FIXED, TUNED), sets=("math",), rounds=2)
+    given = setup(arms=(BARE, FIXED, TUNED), sets=("math",), rounds=2)
 
     def rate(cell: Cell) -> float:
         return {"bare": 100.0, "fixed": 200.0, "tuned": 150.0}[cell.arm] * cell.concurrency
@@ -84,7 +84,7 @@ def test_cells_carry_predictions_from_their_own_acceptance() -> None:
 
 
 def test_a_table_that_never_drafts_is_served_bare() -> None:
-    given = settings(arms=(BARE, TUNED), sets=("math",), rounds=1)
+    given = setup(arms=(BARE, TUNED), sets=("math",), rounds=1)
     result = summarize(given, measured(given, lambda cell: 50.0), model(table=((1, 8, 0),)))
     tuned = result.cell("math", 8, "tuned")
     assert tuned is not None

@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
+from leadout.tune import run
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
+from support.tuned_files import a_tuning
 
 CONFIG = replace(TINY_DRAFTER, target_num_layers=6, mask_token_id=MASK_TOKEN)
 
@@ -26,7 +28,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_random_drafter(tmp_path_factory.mktemp("drafters") / "tiny", CONFIG))
 
 
-def test_the_plan_counts_what_would_be_measured(target: str, drafter: str) -> None:
+def test_the_plan_counts_the_rounds(target: str, drafter: str) -> None:
     words = ["tune", target, drafter, "--plan", "--json", "--max-batch", "6"]
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
@@ -53,13 +55,46 @@ def test_prompts_that_are_all_too_long_are_refused(
     file.write_text(json.dumps({"prompt": "word " * 400}))
     ended = CliRunner().invoke(app, ["tune", target, drafter, "--plan", "--prompts", str(file)])
     assert ended.exit_code == 2
-    assert "--prompts: found none of at most" in ended.stderr
+    assert "--prompts: every prompt is longer than" in ended.stderr
 
 
-def test_a_file_that_could_not_be_written_is_refused_first(
+def test_an_output_path_that_cannot_be_written_is_refused_first(
     target: str, drafter: str, tmp_path: Path
 ) -> None:
-    out = tmp_path / "nowhere" / "tuned.json"
-    ended = CliRunner().invoke(app, ["tune", target, drafter, "--out", str(out)])
+    (tmp_path / "file").write_text("")
+    words = ["tune", target, drafter, "--out"]
+    ended = CliRunner().invoke(app, [*words, str(tmp_path / "file" / "tuned.json")])
     assert ended.exit_code == 2
-    assert "a folder that exists" in ended.stderr
+    assert "is not a folder" in ended.stderr
+    ended = CliRunner().invoke(app, [*words, str(tmp_path)])
+    assert ended.exit_code == 2
+    assert "is a folder, expected a file name" in ended.stderr
+
+
+def test_ctrl_c_says_that_nothing_is_kept(
+    target: str, drafter: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "calibrate", interrupted)
+    ended = CliRunner().invoke(app, ["tune", target, drafter, "--out", str(tmp_path / "t.json")])
+    assert ended.exit_code == 130
+    assert "keeps no partial results" in ended.stderr
+
+
+@pytest.mark.parametrize(("acceptance", "code"), [(0.9, 0), (0.0, 1)])
+def test_the_exit_code_says_whether_drafting_pays(
+    target: str,
+    drafter: str,
+    acceptance: float,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(run, "tune", lambda *_: a_tuning([acceptance] * 4))
+    out = tmp_path / "new" / "tuned.json"
+    ended = CliRunner().invoke(app, ["tune", target, drafter, "--out", str(out)])
+    assert ended.exit_code == code, ended.output
+    assert {path.name for path in out.parent.iterdir()} == {"tuned.json", "tuned.html"}
+    assert "leadout serve" in ended.stdout

@@ -1,4 +1,4 @@
-"""From rounds to the result, its files, its tables and its page."""
+"""The files, tables, page and conclusion of a bench."""
 
 import csv
 import json
@@ -7,78 +7,36 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from sample_rounds import BARE, FIXED, TUNED, accepted, drifting_rate, measured, settings
+from sample_rounds import BARE, FIXED, TUNED, accepted, drifting_rate, measured, setup
 
-from leadout.bench.report import MEANS, page, print_plan, print_result, write_files
+from leadout.bench.report import (
+    MEANS,
+    conclusion,
+    next_command,
+    page,
+    print_plan,
+    print_result,
+    write_files,
+)
 from leadout.bench.results import BenchResult, summarize
-from leadout.bench.settings import Rates, make_plan
+from leadout.bench.settings import BenchSettings
+from leadout.bench.setup import Rates, make_plan
 from support.pages import HOSTILE, assert_hostile_text_is_escaped, assert_loads_nothing
 
-GIVEN = settings()
+SETUP = setup()
 
 
 @pytest.fixture(scope="module")
 def result() -> BenchResult:
     rounds = measured(
-        GIVEN,
+        SETUP,
         drifting_rate(1.25),
         lambda cell: accepted(100, 150) if cell.arm == "fixed" else None,
     )
-    return summarize(GIVEN, rounds)
+    return summarize(SETUP, rounds)
 
 
-def test_a_drifting_machine_does_not_move_the_speedup(result: BenchResult) -> None:
-    for cell in result.cells:
-        if cell.arm == "bare":
-            assert cell.speedup is None
-            assert cell.speedup_spread is None
-        else:
-            assert cell.speedup_spread is not None
-            assert cell.speedup == pytest.approx(1.25)
-            assert cell.speedup_spread.high - cell.speedup_spread.low < 1e-9
-        # The speeds themselves have drifted.
-        assert cell.tokens_per_second.low < 0.7 * cell.tokens_per_second.high
-
-
-def test_means_are_over_sets_by_concurrency(result: BenchResult) -> None:
-    assert [(mean.concurrency, mean.arm) for mean in result.geometric_means] == [
-        (1, "fixed"),
-        (8, "fixed"),
-    ]
-    assert result.geometric_means[0].speedup == pytest.approx(1.25)
-    assert result.geometric_means[0].speedup_spread.rounds == 3
-
-
-def test_acceptance_and_latency_are_pooled_over_rounds(result: BenchResult) -> None:
-    cell = result.cell("math", 8, "fixed")
-    bare = result.cell("math", 8, "bare")
-    assert cell is not None
-    assert bare is not None
-    assert cell.acceptance_length == pytest.approx(2.5)
-    assert cell.acceptance_by_position == pytest.approx([0.75, 0.375, 0.1875, 0.09375])
-    assert bare.acceptance_length is None
-    assert bare.acceptance_by_position == []
-    assert cell.ttft.median == pytest.approx(100.0)
-    assert cell.tpot.median < cell.tpot.p99
-    assert [each.round for each in cell.rounds] == [0, 1, 2]
-    assert len(cell.rounds[0].tpot_ms) == 16
-
-
-def test_half_a_bench_is_summed_up_as_far_as_it_goes() -> None:
-    rounds = measured(GIVEN, drifting_rate(1.25))
-    # Killed when only bare vLLM had been measured.
-    only = summarize(GIVEN, rounds[:1])
-    assert [cell.arm for cell in only.cells] == ["bare"]
-    assert only.geometric_means == []
-
-
-def test_no_folder_of_this_machine_is_told(result: BenchResult) -> None:
-    text = result.model_dump_json()
-    assert "/some/folder" not in text
-    assert result.settings.target == "target"
-
-
-def test_files_hold_the_same_numbers(result: BenchResult, tmp_path: Path) -> None:
+def test_files_have_the_same_numbers(result: BenchResult, tmp_path: Path) -> None:
     paths = write_files(result, tmp_path)
     assert [path.name for path in paths] == [
         "results.json",
@@ -100,8 +58,8 @@ def test_files_hold_the_same_numbers(result: BenchResult, tmp_path: Path) -> Non
     assert "Speed-up by prompt set at concurrency 1" in text
 
 
-def test_a_bench_of_bare_vllm_alone_has_no_speedup_to_draw(tmp_path: Path) -> None:
-    given = settings(arms=(BARE,))
+def test_bare_vllm_alone_has_no_speedup_chart(tmp_path: Path) -> None:
+    given = setup(arms=(BARE,))
     alone = summarize(given, measured(given, lambda cell: 10.0))
     assert [path.name for path in write_files(alone, tmp_path)] == [
         "results.json",
@@ -111,7 +69,7 @@ def test_a_bench_of_bare_vllm_alone_has_no_speedup_to_draw(tmp_path: Path) -> No
     print_result(alone, Console(record=True))
 
 
-def test_the_page_has_every_plot_and_loads_nothing(result: BenchResult) -> None:
+def test_the_page_has_every_chart_and_loads_nothing(result: BenchResult) -> None:
     text = page(result)
     # Means, two sets, acceptance, latency at two concurrencies.
     assert text.count('<svg class="chart"') == 6
@@ -121,7 +79,7 @@ def test_the_page_has_every_plot_and_loads_nothing(result: BenchResult) -> None:
 
 
 def test_names_are_escaped_in_the_page() -> None:
-    given = settings(sets=(HOSTILE,))
+    given = setup(sets=(HOSTILE,))
     assert_hostile_text_is_escaped(page(summarize(given, measured(given, drifting_rate(1.1)))))
 
 
@@ -136,11 +94,27 @@ def test_tables_have_ascending_concurrency(result: BenchResult) -> None:
     assert any("2.50" in line for line in lines)
 
 
-def test_the_plan_says_where_its_speed_is_from() -> None:
+def test_the_plan_names_the_source_of_its_rates() -> None:
     console = Console(record=True, width=120)
-    given = settings(arms=(BARE, FIXED, TUNED))
+    given = setup(arms=(BARE, FIXED, TUNED))
     print_plan(make_plan(given, [], Rates({1: 30.0, 8: 100.0}, "a probe of bare vLLM")), console)
     shown = console.export_text()
     assert "a probe of bare vLLM" in shown
     assert "36 (0 already measured)" in shown
     assert "30 at 1, 100 at 8" in shown
+
+
+def test_the_conclusion_names_where_drafting_pays(result: BenchResult) -> None:
+    expected = "Faster than bare vLLM, 95% interval above 1: fixed at concurrency 1, 8."
+    assert conclusion(result) == expected
+    slower = summarize(SETUP, measured(SETUP, drifting_rate(0.8)))
+    assert "serve without this drafter" in conclusion(slower)
+
+
+def test_the_next_command_follows_from_the_outcome(result: BenchResult) -> None:
+    slower = summarize(SETUP, measured(SETUP, drifting_rate(0.8)))
+    plain = BenchSettings(target="t", draft=("d",))
+    tuned = BenchSettings(target="t", draft=("d",), tuned=Path("f.json"))
+    assert next_command(plain, result) == "leadout tune t d"
+    assert next_command(tuned, result) == "leadout serve t --draft d --tuned f.json"
+    assert next_command(tuned, slower) == "leadout serve t"

@@ -1,30 +1,31 @@
-"""Ratios are paired within rounds, and spreads say how sure they are."""
+"""Paired ratios, spreads with their intervals, and monotone curves."""
 
 import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 
-from leadout.stats import geometric_mean, percentile, ratios, spread
+from leadout.stats import geometric_mean, never_falling, percentile, ratios, spread
 
 
-def test_drift_that_hits_all_arms_alike_leaves_the_ratio_alone() -> None:
+def test_drift_of_the_machine_does_not_change_paired_ratios() -> None:
     slow = [1.0, 0.5, 0.25, 0.7, 1.3]
     bare = {n: 100.0 * s for n, s in enumerate(slow)}
     arm = {n: 140.0 * s for n, s in enumerate(slow)}
     found = spread(list(ratios(arm, bare).values()))
     assert found.low == pytest.approx(1.4)
     assert found.high == pytest.approx(1.4)
-    # Unpaired, the same numbers would say nothing.
+    # Unpaired, the ranges of the same numbers overlap.
     assert spread(list(arm.values())).low < spread(list(bare.values())).high
 
 
-def test_only_rounds_that_both_arms_have_are_compared() -> None:
+def test_only_rounds_of_both_arms_are_compared() -> None:
     assert ratios({0: 2.0, 1: 3.0, 2: 9.0}, {0: 1.0, 1: 2.0}) == {0: 2.0, 1: 1.5}
 
 
-def test_a_spread_tells_extremes_quartiles_and_median() -> None:
+def test_spread_has_extremes_quartiles_and_median() -> None:
     found = spread([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (found.rounds, found.median, found.low, found.high) == (5, 3.0, 1.0, 100.0)
     assert (found.lower_quartile, found.upper_quartile) == (2.0, 4.0)
@@ -41,7 +42,7 @@ def test_one_round_is_its_own_spread() -> None:
     assert found.low == found.lower_quartile == found.median == found.high == 1.5
 
 
-def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_true_median_in_about_95_percent() -> None:
     draw = random.Random(1)
     covered = 0
     for _ in range(200):
@@ -68,7 +69,7 @@ def test_the_geometric_mean_is_taken_round_by_round() -> None:
     assert geometric_mean([]) == {}
 
 
-def test_a_gain_and_an_equal_loss_cancel_out_in_the_geometric_mean() -> None:
+def test_reciprocal_ratios_cancel_in_the_geometric_mean() -> None:
     assert geometric_mean([{0: 2.0}, {0: 0.5}]) == {0: pytest.approx(1.0)}
 
 
@@ -77,3 +78,28 @@ def test_percentiles_lie_between_the_nearest_values() -> None:
     assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
     assert percentile([7.0], 1) == 7.0
     assert not math.isnan(percentile([1.0, 2.0, 3.0], 100))
+
+
+def rising(values: list[float], weights: list[float]) -> list[float]:
+    found = never_falling(np.array([values]), np.array([weights], dtype=np.float64))
+    return [round(value, 6) for value in found[0].tolist()]
+
+
+def test_a_rising_curve_is_unchanged() -> None:
+    assert rising([1.0, 2.0, 2.0, 5.0], [1, 9, 1, 4]) == [1.0, 2.0, 2.0, 5.0]
+
+
+def test_falling_neighbours_share_their_weighted_mean() -> None:
+    assert rising([1.0, 3.0, 2.0], [1, 1, 1]) == [1.0, 2.5, 2.5]
+    assert rising([1.0, 3.0, 2.0], [1, 3, 1]) == [1.0, 2.75, 2.75]
+    assert rising([4.0, 2.0, 0.0], [1, 1, 1]) == [2.0, 2.0, 2.0]
+
+
+def test_a_point_without_weight_takes_its_neighbours_value() -> None:
+    assert rising([2.0, 0.0, 3.0], [1, 0, 1]) == [2.0, 2.0, 3.0]
+
+
+def test_rows_are_independent() -> None:
+    values = np.array([[2.0, 1.0], [1.0, 2.0]])
+    found = never_falling(values, np.ones_like(values))
+    assert found.tolist() == [[1.5, 1.5], [1.0, 2.0]]

@@ -1,0 +1,162 @@
+"""What a bench does without starting a server: refuse mistakes, plan, summarize a finished one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_rounds import BARE, drifting_rate, measured
+from sample_rounds import setup as sample_setup
+from typer.testing import CliRunner
+
+from leadout.bench import run
+from leadout.bench.results import RoundsFile
+from leadout.bench.run import bench, plan, prepare
+from leadout.bench.settings import BenchSettings
+from leadout.cli.app import app
+from leadout.console import Progress
+from leadout.settings import SettingsError
+from support.drafters import TINY_DRAFTER, write_random_drafter
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "target").mkdir()
+    (folder / "target" / "config.json").write_text("{}")
+    return folder / "target", write_random_drafter(
+        folder / "drafter", replace(TINY_DRAFTER, target_num_layers=6)
+    )
+
+
+def settings(pair: tuple[Path, Path], out: Path, **changes: object) -> BenchSettings:
+    given: dict[str, object] = {
+        "target": str(pair[0]),
+        "draft": (str(pair[1]),),
+        "concurrency": (8, 1, 8),
+        "rounds": 2,
+        "waves": 2,
+        "output_tokens": 64,
+        "server_flags": ("--dtype", "float32"),
+        "out": out,
+    }
+    return BenchSettings.resolve({**given, **changes})
+
+
+def test_settings_are_complete_before_a_server_starts(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    found = prepare(settings(pair, tmp_path)).setup
+    assert [arm.name for arm in found.arms] == ["bare", "fixed"]
+    assert found.arms[1].draft_tokens == TINY_DRAFTER.block_size - 1
+    assert found.concurrencies == [1, 8]
+    assert list(found.prompts) == ["chat", "code", "math"]
+    assert found.flags[-2:] == ["--dtype", "float32"]  # the user's come last and win
+
+
+def test_a_measured_bench_is_summarized_without_a_server(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    given = settings(pair, tmp_path, resume=True)
+    setup = prepare(given).setup
+    rounds = RoundsFile(tmp_path)
+    rounds.begin(setup, resume=False)
+    for each in measured(setup, drifting_rate(1.5)):
+        rounds.append(each)
+    result = bench(given, Progress.silent())
+    assert {round(cell.speedup, 6) for cell in result.cells if cell.speedup} == {1.5}
+    planned = plan(given, Progress.silent())
+    assert (planned.cells, planned.rates_from) == (0, "bare vLLM in the rounds measured so far")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft": (), "draft_tokens": (3,)}, "--draft-tokens requires --draft"),
+        ({"draft_tokens": (0,)}, "--draft-tokens 0: expected at least 1"),
+        ({"concurrency": (1, 0)}, "--concurrency 0: expected at least 1"),
+        ({"output_tokens": 1}, "--output-tokens: got 1; .* greater than or equal to 2"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        settings(pair, tmp_path, **changes)
+
+
+def test_the_command_reports_mistakes_and_ends_with_2(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def run(*words: str) -> str:
+        ended = CliRunner().invoke(app, ["bench", *words])
+        assert ended.exit_code == 2, ended.output
+        return ended.output
+
+    target, drafter = map(str, pair)
+    assert "is neither a local folder" in run("no/such-model-here")
+    assert "drafts 1 to 4 tokens" in run(target, "--draft", drafter, "--draft-tokens", "9")
+    assert "missing.jsonl" in run(target, "--prompts", "missing.jsonl")
+    (some,) = measured(
+        sample_setup(arms=(BARE,), sets=("a",), concurrencies=(1,), rounds=1), drifting_rate(1.0)
+    )
+    (tmp_path / "rounds.jsonl").write_text(some.model_dump_json() + "\n")
+    assert "add --resume" in run(target, "--out", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    assert "is not a folder" in run(target, "--out", str(tmp_path / "file" / "out"))
+
+
+def test_ctrl_c_says_how_to_continue(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_started", interrupted)
+    ended = CliRunner().invoke(app, ["bench", str(pair[0]), "--out", str(tmp_path / "out")])
+    assert ended.exit_code == 130
+    assert "stopped after 0 of" in ended.output
+    assert "--resume" in ended.output
+
+
+def test_a_measured_bench_ends_with_its_files_and_the_next_command(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, drafter = map(str, pair)
+    words = ["bench", target, "--draft", drafter, "--out", str(tmp_path), "--rounds", "3"]
+    words += ["--concurrency", "1", "--resume"]
+    given = settings(pair, tmp_path, concurrency=(1,), rounds=3, waves=3, output_tokens=256,
+                     server_flags=())  # fmt: skip
+    setup = prepare(given).setup
+    for speedup, code in ((1.5, 0), (0.8, 1)):
+        (tmp_path / "rounds.jsonl").unlink(missing_ok=True)
+        rounds = RoundsFile(tmp_path)
+        rounds.begin(setup, resume=False)
+        for each in measured(setup, drifting_rate(speedup)):
+            rounds.append(each)
+        ended = CliRunner().invoke(app, words)
+        assert ended.exit_code == code, ended.output
+        assert f"wrote {tmp_path / 'report.html'}" in ended.stdout
+        assert f"next: leadout tune {target} {drafter}" in ended.stdout
+
+
+def test_a_misspelt_flag_is_not_passed_to_the_servers(pair: tuple[Path, Path]) -> None:
+    ended = CliRunner().invoke(app, ["bench", str(pair[0]), "--round", "3"])
+    assert ended.exit_code == 2
+    assert "No such option" in ended.output
+
+
+def test_a_resumed_plan_is_printed_as_json(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    words = ["bench", str(pair[0]), "--draft", str(pair[1]), "--out", str(tmp_path)]
+    words += ["--rounds", "2", "--waves", "2", "--output-tokens", "64", "--resume", "--plan"]
+    words += ["--concurrency", "1", "--concurrency", "8", "--json", "--", "--dtype", "float32"]
+    setup = prepare(settings(pair, tmp_path)).setup
+    rounds = RoundsFile(tmp_path)
+    rounds.begin(setup, resume=False)
+    rounds.append(measured(setup, drifting_rate(1.5))[0])
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    planned = json.loads(ended.stdout)
+    assert (planned["cells"], planned["cells_done"]) == (23, 1)

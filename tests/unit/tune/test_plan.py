@@ -1,0 +1,73 @@
+"""Which rounds are measured, and how long they are expected to take."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from leadout.tune.plan import batch_sizes, draft_counts, make_plan, make_rounds, product_seconds
+
+
+def test_batch_sizes_double_up_to_the_largest() -> None:
+    assert batch_sizes(16) == [1, 2, 4, 8, 16]
+    assert batch_sizes(12) == [1, 2, 4, 8, 12]
+    assert batch_sizes(1) == [1]
+
+
+def test_a_long_block_is_measured_with_fewer_k() -> None:
+    assert draft_counts(5) == [0, 1, 2, 3, 4, 5]
+    assert draft_counts(7) == [0, 1, 2, 3, 5, 7]
+    assert draft_counts(15) == [0, 1, 2, 3, 5, 7, 11, 15]
+
+
+def test_every_k_answers_the_same_prompts_at_every_batch_size() -> None:
+    rounds = make_rounds(8, 3, prompts=30)
+    assert Counter((each.batch, each.k) for each in rounds) == {
+        (batch, k): 2 if batch <= 4 else 1 for batch in (1, 2, 4, 8) for k in range(4)
+    }
+    assert all(len(each.prompts) == each.batch for each in rounds)
+    at_eight = {tuple(each.prompts) for each in rounds if each.batch == 8}
+    assert len(at_eight) == 1
+    at_one = {tuple(each.prompts) for each in rounds if each.batch == 1}
+    assert len(at_one) == 2  # the second time another
+
+
+def test_small_batches_are_repeated() -> None:
+    rounds = make_rounds(2, 1, prompts=30)
+    assert sum(each.batch for each in rounds if each.k == 1) >= 20
+    assert len({tuple(each.prompts) for each in rounds if each.batch == 2}) == 9
+
+
+def test_few_prompts_are_reused() -> None:
+    (wide,) = {tuple(each.prompts) for each in make_rounds(8, 1, prompts=3) if each.batch == 8}
+    assert set(wide) == {0, 1, 2}
+
+
+def slow_machine(rows: int) -> float:
+    return 1.0 + 0.01 * rows
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(bytes(16 << 20))
+    return tmp_path
+
+
+def test_the_estimate_grows_with_the_rounds(folder: Path) -> None:
+    small = make_plan(folder, folder, make_rounds(4, 1, 30), [50] * 30, slow_machine)
+    large = make_plan(folder, folder, make_rounds(16, 7, 30), [50] * 30, slow_machine)
+    assert 1 < small.minutes < large.minutes / 3
+    assert product_seconds(1) > 0
+    assert "batch sizes 1, 2, 4, 8, 16 with K = 0, 1, 2, 3, 5, 7" in large.text()
+
+
+def test_the_estimate_counts_prefill_drafting_and_all_steps(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "none").mkdir()
+    rounds = make_rounds(1, 1, 30)
+    steps_only = make_plan(folder, tmp_path / "none", rounds, [0] * 30, slow_machine)
+    assert make_plan(folder, folder, rounds, [0] * 30, slow_machine).minutes > steps_only.minutes
+    long_prompts = make_plan(folder, tmp_path / "none", rounds, [500] * 30, slow_machine)
+    assert long_prompts.minutes > steps_only.minutes
+    # 20 rounds with K = 1: 40 tokens in four of five steps, in turns of 7 steps and 4 bare ones.
+    step = 1.6 * 0.5 * 1.01
+    assert 60 * steps_only.minutes > 20 * 8 * (7 + 4) * step
