@@ -17,7 +17,9 @@ def convert(
     to: Annotated[Literal["zlab", "speculators"], typer.Option(help="The format to write.")],
     target: Annotated[
         str | None,
-        typer.Option(help="Name or local folder of the target, if the source does not name it."),
+        typer.Option(
+            metavar="NAME", help="Name or local folder of the target, if SOURCE does not name it."
+        ),
     ] = None,
     draft_vocab: Annotated[
         int | None,
@@ -28,7 +30,9 @@ def convert(
     ] = None,
     frequent_in: Annotated[
         Path | None,
-        typer.Option(help="Folder of `leadout data` in which to count token frequencies."),
+        typer.Option(
+            metavar="PATH", help="Folder of `leadout data` in which to count token frequencies."
+        ),
     ] = None,
 ) -> None:
     """Rewrite a drafter so that vLLM serves it as trained; the weights stay bit-identical."""

@@ -1,9 +1,8 @@
-"""The drafter's memory of committed tokens: keys and values, computed once per token.
+"""The drafter's context cache: keys and values of committed tokens, computed once per token.
 
-A token enters when the target has committed it, never before, so a draft that was rejected cannot
-leave anything behind. Rows of a batch have lengths of their own, and everything at or past a
-row's length is zero at all times: attention multiplies hidden values by a weight of zero, which
-only hides them if they are finite.
+Only tokens that the target has committed are added, so rejected drafts leave no trace. Each row of
+a batch has its own length. Everything at or past a row's length is always zero: masked values are
+multiplied by an attention weight of zero, which only hides them if they are finite.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ContextView(NamedTuple):
 class ContextCache:
     """Keys and values of every draft layer for the committed tokens of a batch of rows.
 
-    A token's place in its row is its position: rows start at position 0 and have no gaps.
+    The index of a token in its row is its position: rows start at position 0 and have no gaps.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ContextCache:
         row = committed.nonzero()[:, 0]  # [tokens]
         position = (self.lengths[:, None] + places)[committed]  # [tokens]
         with torch.no_grad():
-            # Only what is committed is computed: the tokens of all rows, packed into one.
+            # Only committed tokens are computed, packed from all rows into one.
             features = drafter.context_features(states[committed][None])
             packed = drafter.context_kv(features, position[None])
             for stored, new in zip(self._layers, packed, strict=True):
@@ -58,28 +57,28 @@ class ContextCache:
         self.lengths = self.lengths + counts
 
     def roll_back(self, lengths: Tensor) -> None:
-        """Shorten every row to these lengths, [batch]; what was past them is forgotten."""
+        """Truncate every row to these lengths, [batch]."""
         if bool(((lengths < 0) | (lengths > self.lengths)).any()):
             raise ValueError(
-                f"roll_back: found lengths {lengths.tolist()}, wanted each between 0 and the row's "
-                f"{self.lengths.tolist()}; committed tokens are added with append"
+                f"lengths to roll back to are {lengths.tolist()}; expected at most the current "
+                f"lengths {self.lengths.tolist()}. Use append to add tokens."
             )
         start, end = int(lengths.min()), int(self.lengths.max())
-        forgotten = torch.arange(start, end, device=lengths.device) >= lengths[:, None]
+        removed = torch.arange(start, end, device=lengths.device) >= lengths[:, None]
         for stored in self._layers:
             for part in stored:
-                part[:, :, start:end].masked_fill_(forgotten[:, None, :, None], 0)
+                part[:, :, start:end].masked_fill_(removed[:, None, :, None], 0)
         self.lengths = lengths.clone()
 
     def keep_rows(self, index: Tensor) -> None:
-        """Go on with the rows of this index, [rows], in its order, and drop the others."""
-        # Layer by layer, so that at most one layer exists twice.
+        """Keep the rows in `index` [rows], in this order, and drop the others."""
+        # Layer by layer, so that at most one layer is in memory twice.
         for number, stored in enumerate(self._layers):
             self._layers[number] = KeyValue(stored.keys[index], stored.values[index])
         self.lengths = self.lengths[index]
 
     def view(self) -> ContextView:
-        """What the drafter may attend to now. The tensors are the storage itself: do not write."""
+        """The committed context, as views of the storage: read only."""
         longest = int(self.lengths.max())
         places = torch.arange(longest, device=self.lengths.device)
         return ContextView(
@@ -91,15 +90,15 @@ class ContextCache:
     def _require_counts(self, counts: Tensor, length: int) -> None:
         if bool(((counts < 0) | (counts > length)).any()):
             raise ValueError(
-                f"append: found counts {counts.tolist()}, wanted each between 0 and the {length} "
-                "states given per row"
+                f"counts are {counts.tolist()}; expected each between 0 and {length}, the states "
+                "per row"
             )
 
     def _reserve(self, length: int) -> None:
         capacity = self._layers[0].keys.shape[2]
         if length <= capacity:
             return
-        # Doubling keeps the copying proportional to the tokens committed.
+        # Doubling keeps the total cost of copying linear in the committed tokens.
         extra = max(length, 2 * capacity) - capacity
         for number, stored in enumerate(self._layers):
             self._layers[number] = KeyValue(*(_with_zeros(part, extra) for part in stored))

@@ -1,4 +1,4 @@
-"""What a DFlash drafter is: its sizes, its attention, and how it is wired to a target.
+"""The configuration of a DFlash drafter: sizes, attention, and its connection to the target.
 
 Layer ids follow the z-lab convention everywhere inside Leadout: id ``i`` means the *output* of
 target layer ``i``. Files that count differently are converted where they are read and written.
@@ -24,11 +24,11 @@ class InvalidDrafterError(LeadoutError):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How one draft layer attends.
+    """Attention of one draft layer.
 
-    ``window`` W lets a query at position p see keys at positions p-W+1 .. p (and, when the layer
+    With ``window`` W a query at position p sees keys at positions p-W+1 .. p (and, when the layer
     is bidirectional, up to p+W-1); ``None`` is full attention. ``causal`` hides later block slots
-    from earlier ones; DFlash drafters are trained bidirectional unless their layers slide.
+    from earlier ones; DFlash drafters are trained bidirectional, except for sliding layers.
     """
 
     window: int | None = None
@@ -41,7 +41,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """YaRN context extension; ``attention_factor`` None means: derive it from the others."""
+    """YaRN context extension; ``attention_factor`` None: derived from the others."""
 
     factor: float
     original_max_positions: int
@@ -107,20 +107,20 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
 
-    # The wiring to the target.
-    target_layer_ids: tuple[int, ...] = ()  # the taps, in the order fc concatenates them
+    # The connection to the target.
+    target_layer_ids: tuple[int, ...] = ()  # the tapped layers, in the order of fc's input
     target_hidden_size: int | None = None  # None: the same as hidden_size
-    target_num_layers: int | None = None  # None: the checkpoint does not say
+    target_num_layers: int | None = None  # None: not stated in the checkpoint
     vocab_size: int = 0  # rows of the target's embedding
     mask_token_id: int = 0  # fills the block's slots 1..B-1
     block_size: int = 0  # B: the anchor and B-1 masks
 
-    # What the drafter brings itself instead of borrowing it from the target.
+    # Tensors of the drafter's own; otherwise it uses the target's.
     own_embedding: bool = False
     own_head: bool = False
-    draft_vocab_size: int | None = None  # None: the whole vocabulary; else needs own_head
+    draft_vocab_size: int | None = None  # None: the full vocabulary; requires own_head
 
-    # Rare scalings; the defaults do nothing.
+    # Rarely used scalings; the defaults have no effect.
     embedding_scale: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
@@ -147,11 +147,11 @@ class DrafterConfig:
                 self.rope.fraction,
                 f"a share of head_dim ({self.head_dim}) that is an even number of dimensions",
             )
-        self._require(self.block_size >= 2, "block_size", "at least 2: the anchor and one mask")
+        self._require(self.block_size >= 2, "block_size", "at least 2, for the anchor and one mask")
         self._require(
             0 <= self.mask_token_id < self.vocab_size,
             "mask_token_id",
-            f"a row of the target's embedding, 0..{self.vocab_size - 1}",
+            f"a row of the target's embedding, 0 to {self.vocab_size - 1}",
         )
         self._require_layer_ids()
         if self.target_hidden_size is not None:
@@ -162,13 +162,21 @@ class DrafterConfig:
             self._require(
                 0 < self.draft_vocab_size < self.vocab_size,
                 "draft_vocab_size",
-                f"fewer than vocab_size ({self.vocab_size}); none for the whole vocabulary",
+                f"less than vocab_size ({self.vocab_size}), or none for the full vocabulary",
             )
             self._require(self.own_head, "own_head", "true with a reduced draft vocabulary")
         if self.context_size != self.hidden_size:
-            # The target's embedding rows and head do not fit a drafter of another width.
-            self._require(self.own_embedding, "own_embedding", "true, as hidden sizes differ")
-            self._require(self.own_head, "own_head", "true, as hidden sizes differ")
+            # The target's embedding and head do not fit a drafter with another hidden size.
+            self._require(
+                self.own_embedding,
+                "own_embedding",
+                "true, since the hidden sizes of target and drafter differ",
+            )
+            self._require(
+                self.own_head,
+                "own_head",
+                "true, since the hidden sizes of target and drafter differ",
+            )
 
     @property
     def num_layers(self) -> int:
@@ -176,7 +184,7 @@ class DrafterConfig:
 
     @property
     def context_size(self) -> int:
-        """Width of one tapped hidden state."""
+        """Size of one tapped hidden state."""
         return self.target_hidden_size or self.hidden_size
 
     @property
@@ -198,12 +206,12 @@ class DrafterConfig:
             self._require(
                 max(ids) < self.target_num_layers,
                 "target_layer_ids",
-                f"layers of the target, 0..{self.target_num_layers - 1}",
+                f"layers of the target, 0 to {self.target_num_layers - 1}",
             )
 
-    def _require(self, holds: bool, field: str, wanted: str) -> None:
+    def _require(self, holds: bool, field: str, expected: str) -> None:
         if not holds:
-            raise InvalidDrafterError(field, getattr(self, field), wanted)
+            raise InvalidDrafterError(field, getattr(self, field), expected)
 
 
 def _require_positive(field: str, value: float) -> None:

@@ -12,26 +12,26 @@ block of B slots at once, and the target then checks all of them in a single ste
 Slot k predicts the token at its *own* position, p+k. Slots see each other in both directions (in
 most drafters), so this is denoising rather than next-token prediction.
 
-What makes a drafter this small good enough is that it reads the target's mind. For every committed
-token the target has already computed hidden states; the outputs of a few chosen layers (the taps)
+A drafter this small is good enough because it reads the target's hidden states. The target has
+already computed them for every committed token; the outputs of a few chosen layers (the taps)
 are concatenated and turned into one *context feature* per token:
 
     feature = hidden_norm(fc(concat(tapped states)))
 
 The anchor itself has no feature yet: the target has not processed it.
 
-Each draft layer is an ordinary pre-norm decoder layer, except for where attention looks:
+Each draft layer is an ordinary pre-norm decoder layer, except for its attention:
 
     queries           from the block only
     keys and values   from the context features, then from the block,
                       both through the same k_proj (and k_norm) and v_proj
 
 The block passes the layer's input_layernorm before its projections; the context features do not,
-and no layer ever updates them. So a committed token's keys and values depend only on its feature,
-are computed once (`context_kv`) and can be kept for all later blocks.
+and no layer updates them. So the keys and values of a committed token depend only on its feature;
+they are computed once (`context_kv`) and cached for all later blocks.
 
-The token embedding and the output head are borrowed from the target unless the drafter brings its
-own. Whatever is borrowed is cast to the drafter's precision.
+The token embedding and the output head are the target's, cast to the drafter's precision, unless
+the drafter has its own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ INITIAL_STD = 0.02
 
 
 class KeyValue(NamedTuple):
-    """What one layer attends to; keys are already normed and rotated."""
+    """Keys and values of one layer; keys are already normalized and rotated."""
 
     keys: Tensor  # [batch, kv_heads, length, head_dim]
     values: Tensor  # [batch, kv_heads, length, head_dim]
@@ -66,7 +66,7 @@ class Attend(Protocol):
 
 
 def attend_to_all(queries: Tensor, context: KeyValue, own: KeyValue, mask: Tensor | None) -> Tensor:
-    """Every query of a row to all keys of the row, as far as the mask allows.
+    """Every query of a row attends to all keys of the row that the mask allows.
 
     The mask is boolean [batch, 1, queries, context + queries]; None allows all.
     """
@@ -81,9 +81,9 @@ def attend_to_all(queries: Tensor, context: KeyValue, own: KeyValue, mask: Tenso
 
 
 class Drafter(nn.Module):
-    """A DFlash drafter; its parameters carry the names of the published checkpoints."""
+    """A DFlash drafter; its parameters have the names of the published checkpoints."""
 
-    d2t: Tensor | None  # draft id i stands for target id i + d2t[i]
+    d2t: Tensor | None  # draft id i is target id i + d2t[i]
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ class Drafter(nn.Module):
         """Hidden states [batch, queries, H] of block slots, ready for `logits`.
 
         `block_embeddings` is [batch, queries, H] and `positions` [batch, queries]. `context` and
-        `masks` hold one entry per layer; a mask is true where a query may look and goes to
-        `attend` as it is. Several blocks may share a row as long as these keep them apart.
+        `masks` hold one entry per layer; a mask is true where a query may attend and is passed to
+        `attend` unchanged. Several blocks may share a row if the masks separate them.
         """
         rotation = self._rotation(positions)
         hidden = block_embeddings
@@ -142,9 +142,9 @@ class Drafter(nn.Module):
         return torch.cat([anchor[:, None], masks], dim=1)
 
     def embed(self, token_ids: Tensor, target_embedding: Tensor) -> Tensor:
-        """Token ids to embeddings [..., H], from rows of the target [vocab, H] unless it has own.
+        """Token ids to embeddings [..., H], from the target's rows [vocab, H] or the drafter's own.
 
-        The rows are taken raw: a scale that the target itself applies is not part of DFlash.
+        The rows are not scaled: a scale that the target itself applies is not part of DFlash.
         """
         own = self.embed_tokens
         rows = F.embedding(token_ids, target_embedding if own is None else own.weight)
@@ -161,7 +161,7 @@ class Drafter(nn.Module):
         return scores
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Indices into `logits` to token ids of the target."""
+        """Indices into `logits` to target token ids."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     def _rotation(self, positions: Tensor) -> Rotation:
@@ -171,7 +171,7 @@ class Drafter(nn.Module):
         return cast(Iterable[DraftLayer], self.layers)
 
     def _initialise(self) -> None:
-        if self.fc.weight.is_meta:  # built for its names and shapes, or to be filled from a file
+        if self.fc.weight.is_meta:  # built for names and shapes, or to be loaded from a file
             return
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -205,7 +205,7 @@ class DraftLayer(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention with normed heads: the block asks, context and block answer."""
+    """Grouped-query attention with normalized heads: queries from the block, keys from both."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def key_value(self, inputs: Tensor, rotation: Rotation) -> KeyValue:
-        """Keys and values of context features or of normed block states, [batch, length, H]."""
+        """Keys and values of context features or of normalized block states, [batch, length, H]."""
         keys = self.k_norm(self._split_heads(self.k_proj(inputs)))
         return KeyValue(rotate(keys, rotation), self._split_heads(self.v_proj(inputs)))
 

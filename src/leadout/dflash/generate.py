@@ -1,16 +1,16 @@
 """The reference decoding loop: draft a block, verify it in one target step, commit, repeat.
 
-This is the oracle that the engine is compared with. It is written to be right and readable; what
-it does at every step is what vLLM's DFlash does:
+This is the reference that the engine is compared with, written to be correct and readable. At every
+step it does what vLLM's DFlash does:
 
     prefill     the target reads the prompt and chooses the first token, the anchor
-    propose     K guesses for the tokens after the anchor
-    step        the target reads anchor and guesses at once
-    verify      the leading guesses that stand, and one more token from the target itself
-    commit      states of the anchor and of those guesses; the extra token is the next anchor
+    propose     K drafts for the tokens after the anchor
+    step        the target reads the anchor and the drafts in one pass
+    verify      accept leading drafts, and take one more token from the target itself
+    commit      states of the anchor and the accepted drafts; the extra token is the next anchor
 
-Statistics count as vLLM's counters do: whole verification steps, before a stop token or the length
-limit cuts the text; the token that the prefill yields belongs to no step.
+Statistics follow vLLM's counters: they count complete verification steps, before a stop token or
+the length limit truncates the text; the token from the prefill belongs to no step.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MAX_BATCH = 32
 
 @dataclass(slots=True)
 class Completion:
-    """What came of one prompt."""
+    """The result for one prompt."""
 
     tokens: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
-    accepted: list[int] = field(default_factory=list)  # drafts that stood, for each step
+    accepted: list[int] = field(default_factory=list)  # accepted drafts in each step
 
     @property
     def acceptance_length(self) -> float:
@@ -59,7 +59,7 @@ def acceptance_length(completions: Iterable[Completion]) -> float:
 
 
 def acceptance_by_position(completions: Iterable[Completion], draft_tokens: int) -> list[float]:
-    """For each draft position, the share of steps in which its draft stood."""
+    """For each draft position, the share of steps in which its draft was accepted."""
     accepted = [count for completion in completions for count in completion.accepted]
     steps = max(len(accepted), 1)
     return [sum(count > place for count in accepted) / steps for place in range(draft_tokens)]
@@ -80,13 +80,13 @@ def generate(
 ) -> list[Completion]:
     """Continue prompts of token ids; without a drafter, by plain decoding.
 
-    `draft_tokens` is K, by default all that the drafter's block holds. `sample_drafts` draws the
-    drafts too, instead of taking the drafter's best guesses; the text is equally right.
+    `draft_tokens` is K, by default the drafter's block size minus one. With `sample_drafts` drafts
+    are sampled instead of greedy; the distribution of the text is the same.
     """
     if not 1 <= batch_size <= MAX_BATCH:
-        raise ValueError(f"batch_size: found {batch_size}, wanted 1 to {MAX_BATCH}")
+        raise ValueError(f"batch_size is {batch_size}; expected 1 to {MAX_BATCH}")
     if sample_drafts and sampling.is_greedy:
-        raise ValueError("sample_drafts: found true with temperature 0, wanted a temperature above")
+        raise ValueError("sample_drafts requires a temperature above 0")
     count = 0
     if drafter is not None:
         count = drafter.config.max_draft_tokens if draft_tokens is None else draft_tokens
@@ -143,15 +143,15 @@ def decode(
         _extend(completions[row], [anchor], stop_tokens, max_new_tokens)
 
     while True:
-        going_on = [i for i, row in enumerate(running) if completions[row].finish is None]
-        if not going_on:
+        unfinished = [i for i, row in enumerate(running) if completions[row].finish is None]
+        if not unfinished:
             return completions
-        if len(going_on) < len(running):
-            index = torch.tensor(going_on, device=device)
+        if len(unfinished) < len(running):
+            index = torch.tensor(unfinished, device=device)
             cache.keep_rows(index)
             proposer.keep_rows(index)
             anchors = anchors[index]
-            running = [running[i] for i in going_on]
+            running = [running[i] for i in unfinished]
 
         proposal = proposer.propose(anchors, draft_tokens)
         tokens = torch.cat([anchors[:, None], proposal.tokens], dim=1)  # [batch, K+1]
@@ -159,7 +159,7 @@ def decode(
         positions = cache.lengths[:, None] + torch.arange(new, device=device)
         step = target.step(tokens, positions, cache, cache.attention_mask(new))
         verdict = _verify(proposal, step.logits, sampling, generator)
-        counts = verdict.accepted + 1  # the anchor and the drafts that stood
+        counts = verdict.accepted + 1  # the anchor and the accepted drafts
         cache.commit(new, counts)
         proposer.commit(step.states, counts)
 
@@ -175,7 +175,7 @@ def decode(
 
 
 class NothingProposer:
-    """Plain decoding: never a draft."""
+    """Plain decoding: proposes no drafts."""
 
     def commit(self, states: Tensor, counts: Tensor) -> None:
         pass
@@ -213,7 +213,7 @@ def _extend(
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompts as one tensor [batch, longest], each ending at its right edge, and their lengths."""
     if not all(prompts):
-        raise ValueError("prompts: found an empty one, wanted at least one token in each")
+        raise ValueError("a prompt is empty; expected at least one token")
     longest = max(len(prompt) for prompt in prompts)
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
@@ -229,11 +229,11 @@ def _rows_to_the_left(states: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _require_draft_tokens(drafter: Drafter, count: int) -> None:
-    most = drafter.config.max_draft_tokens
-    if not 1 <= count <= most:
+    limit = drafter.config.max_draft_tokens
+    if not 1 <= count <= limit:
         raise ValueError(
-            f"draft_tokens: found {count}, wanted 1 to {most}: the drafter's block has "
-            f"{most + 1} slots and the first holds the anchor"
+            f"draft_tokens is {count}; expected 1 to {limit}, since the drafter's block of "
+            f"{limit + 1} tokens includes the anchor"
         )
 
 
@@ -241,6 +241,6 @@ def _require_positions(drafter: Drafter, prompts: Sequence[Sequence[int]], new: 
     needed = max((len(prompt) for prompt in prompts), default=0) + new
     if needed > drafter.config.max_positions:
         raise ValueError(
-            f"max_new_tokens: longest prompt and new tokens need {needed} positions, the drafter "
-            f"has {drafter.config.max_positions}; shorten the prompts or the answer"
+            f"the longest prompt and its answer need {needed} positions, the drafter has "
+            f"{drafter.config.max_positions}; shorten the prompts or lower max_new_tokens"
         )

@@ -1,4 +1,4 @@
-"""Which keys a block slot may look at while decoding, from absolute positions.
+"""Attention masks of blocks while decoding, from absolute positions.
 
 One decode step of a batch has one block per row. Keys come in the order the drafter expects them:
 the row's committed context, padded to the longest row, then the block itself.
@@ -41,7 +41,7 @@ def decode_mask(
     key_positions: Tensor,
     key_valid: Tensor | None = None,
 ) -> Tensor | None:
-    """Boolean [batch, 1, queries, keys], true where a query may look; None when it may everywhere.
+    """Boolean [batch, 1, queries, keys], true where a query may attend; None if everywhere.
 
     `query_positions` is [batch, queries], `key_positions` and `key_valid` are [batch, keys].
     """

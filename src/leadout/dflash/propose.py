@@ -1,4 +1,4 @@
-"""Where drafts come from: the interface of the decoding loop, and DFlash behind it."""
+"""Proposers of drafts: the interface of the decoding loop, and its implementation by DFlash."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from leadout.dflash.verify import Sampling, distribution, draw
 
 class Proposal(NamedTuple):
     tokens: Tensor  # [batch, K] in the target's vocabulary
-    probabilities: Tensor | None  # [batch, K, vocab] they were drawn from; None: best guesses
+    probabilities: Tensor | None  # [batch, K, vocab] of sampled drafts; None: greedy
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of a batch of rows, given what the target has committed."""
+    """Proposes the next tokens of a batch of rows, given the committed tokens."""
 
     def commit(self, states: Tensor, counts: Tensor) -> None:
-        """Learn of the first `counts[r]` of row r's target states [batch, length, width]."""
+        """Add the first `counts[r]` target states of row r, [batch, length, taps * size]."""
 
     def propose(self, anchors: Tensor, count: int) -> Proposal:
-        """Guess `count` tokens after the anchors [batch]."""
+        """Propose `count` tokens after the anchors [batch]."""
 
     def keep_rows(self, index: Tensor) -> None:
-        """Go on with the rows of this index, [rows], in its order, and drop the others."""
+        """Keep the rows in `index` [rows], in this order, and drop the others."""
 
 
 class BlockProposer:
-    """DFlash: all guesses of a step in one forward pass of the drafter.
+    """DFlash: all drafts of a step in one forward pass of the drafter.
 
-    The block has just the slots that are asked for: the anchor and `count` masks. With
-    `sampling`, drafts are drawn from the drafter's distribution instead of its best guesses.
+    The block has only the necessary slots: the anchor and `count` masks. With `sampling`, drafts
+    are drawn from the drafter's distribution; otherwise they are greedy.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BlockProposer:
         return Proposal(draw(probabilities, self._generator), probabilities)
 
     def block_logits(self, anchors: Tensor, count: int) -> Tensor:
-        """The drafter's scores for the tokens after the anchors, [batch, count, draft vocab]."""
+        """The drafter's logits for the tokens after the anchors, [batch, count, draft vocab]."""
         drafter, context = self._drafter, self._cache.view()
         block = drafter.block_tokens(anchors, count + 1)  # [batch, count + 1]
         positions = self._cache.lengths[:, None] + torch.arange(count + 1, device=anchors.device)

@@ -1,8 +1,8 @@
-"""Rotary position embedding: which angle each pair of head dimensions turns by at a position.
+"""Rotary position embedding: the rotation of each pair of head dimensions at a position.
 
-Everything here is computed from the configuration when it is needed and never stored on a module:
-a table kept as a buffer would lose precision when the drafter is cast to bfloat16, and would be
-left unfilled when the drafter is built on the meta device and its weights are assigned.
+Everything is computed from the configuration when needed and not stored on a module: a buffer
+would lose precision when the drafter is cast to bfloat16, and would stay uninitialized when the
+drafter is built on the meta device and its weights are assigned.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def rotation_at(rope: Rope, head_dim: int, positions: Tensor) -> Rotation:
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotate queries or keys, [batch, heads, length, head_dim], in the half-split layout.
 
-    Dimension i pairs with dimension i + rotary_dim / 2; dimensions past rotary_dim stay unturned.
+    Dimension i pairs with dimension i + rotary_dim / 2; dimensions past rotary_dim are not rotated.
     """
     half = rotation.cos.shape[-1]
     cos, sin = rotation.cos.to(heads.dtype), rotation.sin.to(heads.dtype)
-    first, second, unturned = heads.tensor_split([half, 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, unturned], dim=-1)
+    first, second, unrotated = heads.tensor_split([half, 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None =
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cosine and sine are multiplied by, so that YaRN keeps attention as sharp as before."""
+    """The factor of cosine and sine with which YaRN compensates for the longer context."""
     if not isinstance(rope.scaling, Yarn):
         return 1.0
     yarn = rope.scaling
@@ -73,7 +73,7 @@ def attention_factor(rope: Rope) -> float:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Slow the waves too long for the original context, keep the short ones, blend in between."""
+    """Scale down low frequencies, keep high ones, and interpolate in between."""
     turns = frequencies * scaling.original_max_positions / (2 * math.pi)
     width = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / width).clamp(0.0, 1.0)
@@ -81,7 +81,7 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: Yarn, theta: float, rotary_dim: int) -> Tensor:
-    """Keep pairs that turn often within the original context, slow those that turn rarely."""
+    """Keep the frequencies of pairs that rotate often in the original context, scale the others."""
 
     def pair_that_turns(times: float) -> float:
         wavelength = scaling.original_max_positions / (times * 2 * math.pi)
@@ -90,8 +90,8 @@ def _yarn(frequencies: Tensor, scaling: Yarn, theta: float, rotary_dim: int) -> 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The upper bound counts dimensions although `last` counts pairs; every published YaRN
-    # checkpoint was trained with it so.
+    # The upper bound counts dimensions although `last` counts pairs: all published YaRN
+    # checkpoints were trained like this.
     first, last = max(first, 0), min(last, rotary_dim - 1)
     span = last - first if last != first else 0.001
     pairs = torch.arange(rotary_dim // 2, device=frequencies.device).float()

@@ -1,8 +1,8 @@
-"""A causal language model of transformers seen as a target: logits and the states of a few layers.
+"""Any causal language model of transformers as a target: logits and hidden states of some layers.
 
-Nothing about the model changes. The states are caught by hooks that live for one call, on the
-chosen layers only, so the other layers' states are freed as usual. They are the layers' own
-outputs: also the last layer's state is taken before the model's final norm.
+The model is not modified. Forward hooks on the chosen layers, registered for one call, collect
+their outputs; the states of other layers are freed as usual. The state of the last layer, too, is
+taken before the model's final norm.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor, nn
 
 from leadout.errors import LeadoutError
 
-# Where a wrapper may keep the decoder it wraps.
+# Attributes in which a wrapper may hold its decoder.
 _INNER_NAMES = ("language_model", "text_model", "decoder", "model")
 
 
 class UnsupportedTargetError(LeadoutError):
-    """The model, or the layers asked of it, cannot serve as a target."""
+    """The model, or the requested layers, cannot be used as a target."""
 
 
 class TargetStep(NamedTuple):
-    """What one forward pass of the target yields for tokens [batch, length]."""
+    """The result of one forward pass of the target for tokens [batch, length]."""
 
     logits: Tensor  # [batch, length or the kept positions, vocab]
     states: Tensor  # [batch, length, taps * hidden_size], taps in the order of layer_ids
 
 
 class Observation(NamedTuple):
-    """What training reads of the target for tokens [batch, length]."""
+    """What training needs of the target for tokens [batch, length]."""
 
     states: Tensor  # [batch, length, taps * hidden_size], taps in the order of layer_ids
     final: Tensor  # [batch, length, hidden_size]: what the output head reads
 
 
 class Target:
-    """The target and the taps on it; layer id i is the output of layer i."""
+    """A target and its tapped layers; layer id i is the output of layer i."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self._model = model
@@ -60,7 +60,7 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding; may be more than the tokenizer knows."""
+        """Rows of the embedding, which may be more than the tokenizer has tokens."""
         return self.embedding.shape[0]
 
     @property
@@ -84,12 +84,11 @@ class Target:
         """Run the model on `input_ids` [batch, length] at `positions` [batch, length].
 
         `past` is a cache object of transformers; the step extends it. `keep_logits` limits the
-        logits to the last so many positions, or to the positions of a tensor [kept]; None keeps
-        all.
+        logits to that many last positions, or to the positions in a tensor [kept]; None keeps all.
         """
         if isinstance(keep_logits, int) and keep_logits < 1:
-            raise ValueError(f"keep_logits: found {keep_logits}, wanted at least 1; see `states`")
-        kept = 0 if keep_logits is None else keep_logits  # transformers writes "all" as 0
+            raise ValueError(f"keep_logits is {keep_logits}; expected at least 1. See `states`.")
+        kept = 0 if keep_logits is None else keep_logits  # 0 means all in transformers
         output, states = self._run(
             self._model, input_ids, positions, past, attention_mask, logits_to_keep=kept
         )
@@ -148,9 +147,9 @@ class Target:
         ids = self.layer_ids
         if not ids or len(set(ids)) != len(ids) or not all(0 <= i < self.num_layers for i in ids):
             raise UnsupportedTargetError(
-                f"target_layer_ids: found {list(ids)}, wanted at least one layer, none twice, each "
-                f"in 0..{self.num_layers - 1} for this {type(self._model).__name__}; check that "
-                "the drafter was trained for this target"
+                f"target_layer_ids is {list(ids)}; expected different layers from 0 to "
+                f"{self.num_layers - 1} of this {type(self._model).__name__}. Check that the "
+                "drafter was trained for this target."
             )
 
 
@@ -169,10 +168,10 @@ def _find_decoder(model: nn.Module) -> nn.Module:
         if isinstance(getattr(module, "layers", None), nn.ModuleList):
             return module
         inner = (getattr(module, name, None) for name in _INNER_NAMES)
-        module = next((found for found in inner if found is not None), None)
+        module = next((each for each in inner if each is not None), None)
     raise UnsupportedTargetError(
-        f"{type(model).__name__}: found no decoder layers, wanted a `layers` module list on the "
-        f"decoder or inside its {', '.join(_INNER_NAMES)}; this architecture cannot be a target"
+        f"{type(model).__name__} cannot be a target: its decoder has no module list `layers`, nor "
+        f"has its {', '.join(_INNER_NAMES)}."
     )
 
 
@@ -180,7 +179,7 @@ def _accessor(model: nn.Module, name: str) -> nn.Module:
     module = getattr(model, name, lambda: None)()
     if not isinstance(module, nn.Module):
         raise UnsupportedTargetError(
-            f"{type(model).__name__}.{name}(): found {module!r}, wanted a module; load the model "
-            "with its language-model head, e.g. AutoModelForCausalLM"
+            f"{type(model).__name__}.{name}() returns {module!r}; expected a module. Load the "
+            "model with its language-model head, for example with AutoModelForCausalLM."
         )
     return module

@@ -1,10 +1,10 @@
 """The target's keys and values for a batch whose rows accept different numbers of tokens.
 
-Rows are aligned at their end: a row with n committed tokens fills the last n places, what is
-before them is hidden. So the distance between two tokens of a row is the distance of their places,
-which is what sliding-window layers of a target count, and every row goes on at the same place.
+Rows are right-aligned: a row with n committed tokens occupies the last n places, those before them
+are masked. So the distance between two tokens of a row is the distance of their places, which is
+what sliding-window layers of a target measure, and all rows continue at the same place.
 
-It offers the few methods that the models of transformers call on a cache.
+It has the few methods that transformers models call on a cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 class TargetCache:
     """Keys and values of every target layer, each [batch, kv_heads, width, head_dim].
 
-    The first step through it has to be the prompts of these lengths, padded on their left.
+    The first step must be the prompts of these lengths, padded on the left.
     """
 
     def __init__(self, prompt_lengths: Tensor) -> None:
@@ -24,7 +24,7 @@ class TargetCache:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    # What a model of transformers calls.
+    # Called by transformers models.
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: object
@@ -46,7 +46,7 @@ class TargetCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0
 
-    # What the decoding loop calls.
+    # Called by the decoding loop.
 
     def attention_mask(self, new: int) -> Tensor:
         """[batch, width + new]: 1 at committed tokens and at the `new` ones of the next step."""
@@ -65,7 +65,7 @@ class TargetCache:
         self._gather(places.clamp(min=0))
 
     def keep_rows(self, index: Tensor) -> None:
-        """Go on with the rows of this index, [rows], in its order, and drop the others."""
+        """Keep the rows in `index` [rows], in this order, and drop the others."""
         self._keys = [keys[index] for keys in self._keys]
         self._values = [values[index] for values in self._values]
         self.lengths = self.lengths[index]

@@ -235,13 +235,13 @@ def test_impossible_values(field: str, value: Any, expected: str, zlab_folder: P
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("target_layer_ids", [1, 6], "0..5"),
+        ("target_layer_ids", [1, 6], "0 to 5"),
         ("target_layer_ids", [1, 1], "no layer twice"),
         ("target_layer_ids", [-1, 3], "greater than or equal to 0"),
         ("target_layer_ids", [], "at least 1 item"),
         ("target_layer_ids", [1, "3"], "a valid integer"),
         ("target_layer_ids", [1, 3, 4], "shape"),
-        ("mask_token_id", 40, "a row of the target's embedding, 0..39"),
+        ("mask_token_id", 40, "a row of the target's embedding, 0 to 39"),
         ("mask_token_id", -1, "greater than or equal to 0"),
         ("mask_token_id", None, "a token id"),
         ("output_multiplier", 0.0, "greater than 0"),

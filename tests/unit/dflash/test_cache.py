@@ -168,7 +168,7 @@ def test_first_block_may_have_no_context(drafter: Drafter) -> None:
 @pytest.mark.parametrize("counts", [[3, 1], [-1, 1]])
 def test_committing_more_than_was_given_is_refused(drafter: Drafter, counts: list[int]) -> None:
     cache = new_cache(drafter, 2)
-    with pytest.raises(ValueError, match=r"counts.*wanted each between 0 and the 2 states"):
+    with pytest.raises(ValueError, match=r"counts.*expected each between 0 and 2"):
         cache.append(drafter, torch.randn(2, 2, TAPS), torch.tensor(counts))
     assert cache.lengths.tolist() == [0, 0]
 
@@ -177,6 +177,6 @@ def test_committing_more_than_was_given_is_refused(drafter: Drafter, counts: lis
 def test_rolling_back_to_a_longer_row_is_refused(drafter: Drafter, lengths: list[int]) -> None:
     cache = new_cache(drafter, 2)
     cache.append(drafter, torch.randn(2, 2, TAPS), torch.tensor([2, 2]))
-    with pytest.raises(ValueError, match="roll_back: found lengths"):
+    with pytest.raises(ValueError, match="lengths to roll back to are"):
         cache.roll_back(torch.tensor(lengths))
     assert cache.lengths.tolist() == [2, 2]

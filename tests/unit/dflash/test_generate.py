@@ -237,8 +237,8 @@ def test_reduced_vocabulary_drafts_stay_inside_it_and_text_is_unchanged() -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 33}, "batch_size: found 33, wanted 1 to 32"),
-        ({"draft_tokens": BLOCK}, f"draft_tokens: found {BLOCK}, wanted 1 to {BLOCK - 1}"),
+        ({"batch_size": 33}, "batch_size is 33; expected 1 to 32"),
+        ({"draft_tokens": BLOCK}, f"draft_tokens is {BLOCK}; expected 1 to {BLOCK - 1}"),
         ({"max_new_tokens": 300}, "positions, the drafter has 256"),
         ({"sample_drafts": True}, "sample_drafts"),
     ],
@@ -250,5 +250,5 @@ def test_impossible_requests_are_refused(arguments: dict[str, int], message: str
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="found an empty one"):
+    with pytest.raises(ValueError, match="a prompt is empty"):
         generate(build_target("llama"), None, [[1], []], max_new_tokens=4)

@@ -97,7 +97,7 @@ def test_the_gate_fires_on_a_verifier_that_is_too_kind(
     assert equality_p_value(*one_step(drawn, seed=1)) < ALARM
 
 
-def test_a_draft_that_the_target_excludes_never_stands() -> None:
+def test_a_draft_that_the_target_excludes_is_never_accepted() -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.tensor([0.5, 0.5, 0.0]).expand(1000, 2, 3)
     verdict = verify_sampled(torch.full((1000, 1), 2), p, None, generator)
@@ -105,7 +105,7 @@ def test_a_draft_that_the_target_excludes_never_stands() -> None:
     assert set(verdict.next_token.tolist()) == {0, 1}
 
 
-def test_a_draft_that_is_certain_always_stands() -> None:
+def test_a_draft_that_is_certain_is_always_accepted() -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.tensor([0.0, 1.0, 0.0]).expand(1000, 2, 3)
     verdict = verify_sampled(torch.full((1000, 1), 1), p, None, generator)
