@@ -50,7 +50,7 @@ TOKENS = 64
 PROMPTS_PER_SET = 5
 TUNING_STEPS, TUNING_BATCH, TUNING_LENGTH, TUNING_RATE = 40, 4, 128, 3e-5
 SMALL_EFFECT = 0.02  # below this a fault need not be found
-# Where files alone show a cause, its rule has a name of its own.
+# The names of these causes where files alone show them.
 ALSO_RIGHT = {
     "rope-theta": "rope",
     "rope-fraction": "partial-rotary",
@@ -161,7 +161,7 @@ class Bench:
 
     def _probe(self, target: Path) -> Probe:
         if target not in self._probes:
-            # Taps seeded one off are tried one further off.
+            # Taps that are seeded one off are tried another layer further.
             near = {i + step for i in self._config.target_layer_ids for step in range(-2, 3)}
             layers = [i for i in near if 0 <= i < read_target(target).num_layers]
             model = load_model(target, PRECISION)
@@ -170,9 +170,8 @@ class Bench:
 
 
 def texts_of(target: Path) -> list[Text]:
-    """What the target itself answers, greedily, by vLLM."""
-    prompts = check_prompts((), Chat(target), 1200)
-    prompts = {name: part[:PROMPTS_PER_SET] for name, part in prompts.items()}
+    """The target's own greedy answers in vLLM."""
+    prompts = check_prompts((), Chat(target), 1200, PROMPTS_PER_SET)
     request = SessionRequest(
         target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype="bfloat16"
     )

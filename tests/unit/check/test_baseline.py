@@ -40,18 +40,18 @@ def test_a_drop_of_all_texts(now: float, severity: Severity | None) -> None:
     assert drop.evidence["before"] == 2.4
 
 
-def test_the_difference_has_its_own_interval() -> None:
+def test_the_interval_of_the_difference_decides() -> None:
     # Overlapping, and yet significant: 0.15 is more than sqrt(0.1² + 0.1²).
     assert has_dropped(interval(2.25), interval(2.4))
     assert not has_dropped(interval(2.27), interval(2.4))
     assert not has_dropped(interval(2.6), interval(2.4))
 
 
-def test_a_tiny_drop_is_not_worth_a_finding_however_certain() -> None:
+def test_a_tiny_drop_is_not_reported_even_if_significant() -> None:
     assert baseline_findings(result(2.39, 0.001), result(2.4, 0.001)) == []
 
 
-def test_a_drop_in_one_set_needs_intervals_apart() -> None:
+def test_a_drop_in_one_set_requires_separate_intervals() -> None:
     old = whole_result(offline=offline(2.4, 0.1, LEVEL_SETS))
     near = whole_result(offline=offline(2.4, 0.1, LEVEL_SETS | {"code": table(2.05, 0.2)}))
     assert baseline_findings(near, old) == []

@@ -239,7 +239,7 @@ def trial(gain: float, may_be_intended: bool) -> Trial:
     return Trial(variant, Gain(before=1.0, after=1.0 + gain, difference=difference), texts=5)
 
 
-def test_a_window_that_was_never_there_is_a_note_unless_it_gains_much() -> None:
+def test_an_added_window_is_a_note_unless_its_gain_is_large() -> None:
     info = TargetInfo(LAYERS, TRAINED.rope, (), 5000)
     added = [v for v in variants_of(TRAINED, info) if v.cause == "window"]
     assert len(added) == 4

@@ -42,7 +42,7 @@ def test_it_holds_what_the_result_says() -> None:
         "2.13.0",
     ):
         assert words in text, words
-    assert text.index("rope") < text.index("drafter-file")  # the gravest first
+    assert text.index("rope") < text.index("drafter-file")  # the most severe first
 
 
 def test_it_loads_nothing_and_runs_nothing() -> None:

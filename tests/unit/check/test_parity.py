@@ -153,7 +153,7 @@ def test_the_tensor_that_differs_is_named(
     assert name in finding.message
 
 
-def test_one_broken_number_is_found(
+def test_a_single_nan_is_found(
     target: Path, drafter: Path, model: nn.Module, right: RecordedText
 ) -> None:
     right.blocks[0].hidden[1][2, 5] = torch.nan

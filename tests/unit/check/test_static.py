@@ -28,7 +28,7 @@ def test_a_healthy_pair_gives_no_finding(target: Path, drafter: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [healthy_speculators, healthy_reduced])
-def test_the_other_format_gives_notes_at_most(
+def test_a_healthy_pair_in_another_format_gives_notes_at_most(
     target: Path, drafter: Path, tmp_path: Path, make: Callable[..., Path]
 ) -> None:
     made = make(drafter, tmp_path / "made", read_target(target))
@@ -86,14 +86,14 @@ def test_severity_of_broken_rules(
     assert only(static_findings(target, made), rule).severity is severity
 
 
-def test_without_a_config(target: Path, drafter: Path) -> None:
+def test_a_target_without_a_config_is_an_error(target: Path, drafter: Path) -> None:
     (target / "config.json").unlink()
     found = only(static_findings(target, drafter), "target-unreadable")
     assert found.severity is Severity.ERROR
     assert "config.json" in found.message
 
 
-def test_float16_by_its_own_config(target: Path, drafter: Path) -> None:
+def test_the_precision_of_the_targets_config_is_checked(target: Path, drafter: Path) -> None:
     edit_json(target / "config.json", lambda c: c.update(dtype="float16"))
     assert only(static_findings(target, drafter), "dtype").severity is Severity.ERROR
     assert static_findings(target, drafter, dtype="bfloat16") == []
@@ -106,7 +106,7 @@ def test_shorter_drafter_positions_are_a_note(target: Path, drafter: Path) -> No
     assert "--max-model-len 128" in found.remedy
 
 
-def test_an_engine_out_of_range(
+def test_an_unsupported_engine_version_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, target: Path, drafter: Path
 ) -> None:
     monkeypatch.setattr(static, "installed_version", lambda _: "0.33.0")
@@ -115,13 +115,15 @@ def test_an_engine_out_of_range(
     assert "0.33.0" in found.message
 
 
-def test_no_engine_is_a_note(monkeypatch: pytest.MonkeyPatch, target: Path, drafter: Path) -> None:
+def test_a_missing_engine_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, target: Path, drafter: Path
+) -> None:
     monkeypatch.setattr(static, "installed_distribution", lambda: None)
     (found,) = static_findings(target, drafter)
     assert (found.name, found.severity) == ("engine-missing", Severity.NOTE)
 
 
-def test_a_companion_of_another_build(
+def test_a_torch_companion_of_another_build_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, target: Path, drafter: Path
 ) -> None:
     versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0"}

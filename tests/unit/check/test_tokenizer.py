@@ -13,13 +13,13 @@ from leadout.findings import Severity
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, START_OF_TURN
 
 
-def test_no_chat_template(target: Path, drafter: Path) -> None:
+def test_a_missing_chat_template_is_a_warning(target: Path, drafter: Path) -> None:
     (target / "chat_template.jinja").unlink()
     found = only(static_findings(target, drafter), "chat-template-missing")
     assert found.severity is Severity.WARNING
 
 
-def test_a_template_in_the_tokenizers_settings_counts(target: Path, drafter: Path) -> None:
+def test_a_template_in_the_tokenizer_settings_is_used(target: Path, drafter: Path) -> None:
     text = (target / "chat_template.jinja").read_text()
     (target / "chat_template.jinja").unlink()
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": text}]
@@ -28,7 +28,7 @@ def test_a_template_in_the_tokenizers_settings_counts(target: Path, drafter: Pat
         assert static_findings(target, drafter) == []
 
 
-def test_no_tokenizer(target: Path, drafter: Path) -> None:
+def test_a_missing_tokenizer_is_a_warning(target: Path, drafter: Path) -> None:
     (target / "tokenizer.json").unlink()
     found = only(static_findings(target, drafter), "tokenizer-missing")
     assert found.severity is Severity.WARNING
@@ -37,7 +37,7 @@ def test_no_tokenizer(target: Path, drafter: Path) -> None:
     assert found.severity is Severity.NOTE
 
 
-def test_a_broken_tokenizer(target: Path, drafter: Path) -> None:
+def test_a_broken_tokenizer_is_an_error(target: Path, drafter: Path) -> None:
     (target / "tokenizer.json").write_text("{}")
     found = only(static_findings(target, drafter), "tokenizer-unreadable")
     assert found.severity is Severity.ERROR
@@ -46,7 +46,7 @@ def test_a_broken_tokenizer(target: Path, drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("special", "severity"), [(False, Severity.WARNING), (True, Severity.NOTE)]
 )
-def test_a_token_beyond_the_embedding(
+def test_tokens_beyond_the_embedding_are_reported(
     target: Path, drafter: Path, special: bool, severity: Severity
 ) -> None:
     def add(content: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def test_a_token_beyond_the_embedding(
     assert "id 320" in found.message
 
 
-def test_tokens_that_the_drafter_lacks(target: Path, drafter: Path) -> None:
+def test_tokens_that_the_drafter_lacks_are_reported(target: Path, drafter: Path) -> None:
     edit_json(drafter / "config.json", lambda c: c.update(vocab_size=318))
     set_mask(drafter, 300)
     found = only(static_findings(target, drafter), "tokens-never-drafted")
@@ -75,14 +75,16 @@ def test_tokens_that_the_drafter_lacks(target: Path, drafter: Path) -> None:
         (START_OF_TURN, "a token that the chat template writes"),
     ],
 )
-def test_a_mask_that_text_contains(target: Path, drafter: Path, token: int, why: str) -> None:
+def test_a_mask_token_that_occurs_in_text_is_a_warning(
+    target: Path, drafter: Path, token: int, why: str
+) -> None:
     set_mask(drafter, token)
     (found,) = static_findings(target, drafter)
     assert (found.name, found.severity) == ("mask-in-text", Severity.WARNING)
     assert why in found.message
 
 
-def test_a_mask_that_only_pads_is_a_note(target: Path, drafter: Path) -> None:
+def test_a_mask_token_used_for_padding_only_is_a_note(target: Path, drafter: Path) -> None:
     set_mask(drafter, 300)
     edit_json(target / "config.json", lambda c: c.update(pad_token_id=300))
     assert only(static_findings(target, drafter), "mask-in-text").severity is Severity.NOTE

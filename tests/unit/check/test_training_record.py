@@ -35,25 +35,25 @@ def written(target: Path, drafter: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("written")
-def test_of_the_same_target(target: Path, drafter: Path) -> None:
+def test_an_unchanged_pair_gives_no_finding(target: Path, drafter: Path) -> None:
     assert static_findings(target, drafter) == []
 
 
 @pytest.mark.usefixtures("written")
-def test_a_target_trained_further(target: Path, drafter: Path) -> None:
+def test_changed_target_weights_are_a_warning(target: Path, drafter: Path) -> None:
     edit_weights(target, lambda w: w["model.norm.weight"].add_(0.01))
     (found,) = static_findings(target, drafter)
     assert (found.name, found.severity) == ("other-target", Severity.WARNING)
 
 
 @pytest.mark.usefixtures("written")
-def test_no_alarm_where_the_weights_are_elsewhere(target: Path, drafter: Path) -> None:
+def test_a_target_without_weights_is_not_compared(target: Path, drafter: Path) -> None:
     (target / "model.safetensors").unlink()
     assert names(static_findings(target, drafter)) == ["target-weights-absent"]
 
 
 @pytest.mark.usefixtures("written")
-def test_another_template(target: Path, drafter: Path) -> None:
+def test_a_changed_chat_template_is_a_warning(target: Path, drafter: Path) -> None:
     with (target / "chat_template.jinja").open("a") as file:
         file.write("{{ 'Be brief.' }}")
     (found,) = static_findings(target, drafter)
@@ -68,7 +68,7 @@ def test_another_template(target: Path, drafter: Path) -> None:
         (False, False, None),
     ],
 )
-def test_thinking(
+def test_another_thinking_mode_is_reported(
     target: Path,
     drafter: Path,
     written: dict[str, Any],
@@ -84,7 +84,7 @@ def test_thinking(
 
 
 @pytest.mark.usefixtures("written")
-def test_a_config_edited_since(target: Path, drafter: Path) -> None:
+def test_fields_changed_since_training_are_named(target: Path, drafter: Path) -> None:
     edit_json(
         drafter / "config.json",
         lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 2], mask_token_id=310),
@@ -103,13 +103,13 @@ def test_an_old_record_without_fingerprints(target: Path, drafter: Path) -> None
     assert static_findings(target, drafter, thinking=True) == []
 
 
-def test_it_reads_what_training_writes() -> None:
+def test_its_fields_are_those_that_training_writes() -> None:
     assert training_record.RECORD == export.RECORD
     assert set(training_record.TrainingRecord.model_fields) <= set(TrainReport.model_fields)
     assert set(training_record.TrainedConfig.model_fields) <= set(TrainConfig.model_fields)
 
 
-def test_another_file_of_that_name(target: Path, drafter: Path) -> None:
+def test_a_file_that_is_not_a_record_is_a_note(target: Path, drafter: Path) -> None:
     (drafter / "training.json").write_text("[]")
     (found,) = static_findings(target, drafter)
     assert (found.name, found.severity) == ("record-unreadable", Severity.NOTE)
