@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from typer.testing import CliRunner
 
 from leadout.checkpoints import CheckpointError, write_checkpoint
+from leadout.cli.app import app
 from leadout.engine.pair import UnfitPairError
 from leadout.engine.serve_plan import Plan, make_plan
 from leadout.engine.serve_settings import ServeSettings
@@ -124,6 +126,18 @@ def test_leadout_serve_refuses_or_serves_bare(
     bare = plan_for(fault, target, faulty, if_unfit="bare")
     assert "--speculative-config" not in bare.command
     assert str(refused.value) in bare.notes[-1]
+
+
+def test_the_exit_code_for_an_unfit_pair_is_1(
+    target: Path, drafter: Path, facts: TargetFacts, tmp_path: Path
+) -> None:
+    (fault,) = [fault for fault in HERE if fault.name == "tap-beyond-target"]
+    faulty = fault.make(drafter, tmp_path / "faulty", facts)
+    command = ["serve", str(target), "--draft", str(faulty), "--plan", "--max-model-len", "128"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert "error: target and drafter do not fit" in refused.stderr
+    assert refused.stdout == ""
 
 
 def test_more_drafts_than_the_block_holds_are_reduced(target: Path, drafter: Path) -> None:

@@ -74,6 +74,20 @@ def test_auto_without_a_published_drafter_says_so(hub: Path) -> None:
     assert made.stdout == ""
 
 
+def test_a_misspelt_flag_is_refused(hub: Path) -> None:
+    made = plan(hub, "acme/tiny", "--drafft", "acme/tiny-dflash")
+    assert made.returncode == 2
+    assert "--drafft is not a flag" in made.stderr
+    assert "Did you mean --draft?" in made.stderr
+    assert made.stdout == ""
+
+
+def test_flags_before_the_target_are_refused(hub: Path) -> None:
+    made = plan(hub, "--max-model-len", "128", "acme/tiny")
+    assert made.returncode == 2
+    assert "Expected the target before --max-model-len" in made.stderr
+
+
 def test_an_unknown_name_is_refused(hub: Path) -> None:
     made = plan(hub, "acme/nothing", "--draft", "acme/tiny-dflash")
     assert made.returncode == 2

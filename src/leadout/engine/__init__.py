@@ -12,6 +12,7 @@ Inside vLLM's processes
 - `admin`: HTTP endpoints for swaps and status
 - `metrics`: Prometheus metrics of drafting
 - `settings`: the settings of these features in vLLM's `additional_config`
+- `fail_safe`, `sliding_window`, `small_files`: what the features share
 
 Starting a server
 - `serve_settings`, `serve_plan`: from `leadout serve` to the command of a vLLM server

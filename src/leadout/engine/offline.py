@@ -83,7 +83,7 @@ class TextEngine:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         # Read on CPUs only, where vLLM's default is most of the machine's memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        with _output_in(log):
+        with output_to_log(log):
             from vllm import LLM
             from vllm.platforms import current_platform
 
@@ -110,9 +110,10 @@ class TextEngine:
                 )
             except ValueError as problem:
                 reason = " ".join(str(problem).split()).partition(" [type=")[0]
+                see_log = "" if log is None else f" (log: {log})"
                 raise EngineError(
                     f"{target}: vLLM does not start with a maximum of {max_length} tokens in "
-                    f"{dtype}: {reason}"
+                    f"{dtype}: {reason}{see_log}"
                 ) from problem
         # On a CPU, Leadout's scheduler drafts nothing while a sampled request runs.
         self.drafts_for_sampled = not on_cpu
@@ -187,7 +188,7 @@ class TextEngine:
 
 
 @contextmanager
-def _output_in(log: Path | None) -> Iterator[None]:
+def output_to_log(log: Path | None) -> Iterator[None]:
     """Send all output of this process into a log, and vLLM's log lines also from then on.
 
     At the level of file descriptors: C++ libraries print during the start, too.

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from leadout.engine.child_process import EngineError
-from leadout.engine.offline import SessionRequest, SessionResult, SetRun, run_session
+from leadout.engine.offline import (
+    SessionRequest,
+    SessionResult,
+    SetRun,
+    run_session,
+)
 
 REQUEST = SessionRequest(
     target="t", drafter="d", draft_tokens=3, prompts={"s": [[1, 2]]}, max_tokens=4, max_length=64
@@ -53,3 +59,34 @@ def test_a_failed_session_names_the_exit_code_and_the_log(
         (engine / "output").write_text(output)
     with pytest.raises(EngineError, match=rf"exit code {code}(.|\n)*last line of vLLM"):
         run_session(REQUEST)
+
+
+NOISY = """
+import logging, os, sys
+from pathlib import Path
+from leadout.engine.offline import output_to_log
+
+logger = logging.getLogger("vllm")
+logger.handlers = [logging.StreamHandler()]
+log = Path(sys.argv[1])
+with output_to_log(log):
+    print("Python", flush=True)
+    os.system("echo a library >&2")
+    logger.warning("vLLM")
+logger.warning("vLLM, later")
+print("the command")
+try:
+    with output_to_log(log):
+        raise KeyError
+except KeyError:
+    print("its error", file=sys.stderr)
+"""
+
+
+def test_output_of_vllm_goes_into_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    ended = subprocess.run(
+        [sys.executable, "-c", NOISY, str(log)], capture_output=True, text=True, check=True
+    )
+    assert log.read_text().splitlines() == ["Python", "a library", "vLLM", "vLLM, later"]
+    assert (ended.stdout, ended.stderr) == ("the command\n", "its error\n")
