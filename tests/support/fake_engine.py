@@ -8,8 +8,8 @@ from leadout.engine.offline import Completion, TextRequest
 from support.tiny_chat import END_OF_TURN
 
 
-class KilledError(Exception):
-    """Simulates that the process is killed."""
+class KilledError(BaseException):
+    """Simulates that the process is killed: nothing handles it."""
 
 
 class FakeEngine:
@@ -21,7 +21,7 @@ class FakeEngine:
         silent: bool = False,
         death: type[BaseException] = KilledError,
     ) -> None:
-        self.asked: list[TextRequest] = []
+        self.requests: list[TextRequest] = []
         self.max_running = 0
         self._queue: list[TextRequest] = []
         self._dies_after = dies_after  # steps
@@ -32,10 +32,10 @@ class FakeEngine:
     def running(self) -> int:
         return len(self._queue)
 
-    def submit(self, ask: TextRequest) -> None:
-        assert ask.id not in [waiting.id for waiting in self._queue]
-        self.asked.append(ask)
-        self._queue.append(ask)
+    def submit(self, request: TextRequest) -> None:
+        assert request.id not in [waiting.id for waiting in self._queue]
+        self.requests.append(request)
+        self._queue.append(request)
         self.max_running = max(self.max_running, self.running)
 
     def step(self) -> list[Completion]:
@@ -43,11 +43,11 @@ class FakeEngine:
             if self._dies_after == 0:
                 raise self._death
             self._dies_after -= 1
-        ask = self._queue.pop()
-        draw = ask.seed if ask.temperature > 0 else 0
-        letter = ord("a") + (sum(ask.prompt) + (draw or 0)) % 26
-        tokens = [] if self._silent else [_token(letter)] * min(3, ask.max_tokens)
-        return [Completion(ask.id, [*tokens, END_OF_TURN], "stop")]
+        request = self._queue.pop()
+        draw = request.seed if request.temperature > 0 else 0
+        letter = ord("a") + (sum(request.prompt) + (draw or 0)) % 26
+        tokens = [] if self._silent else [_token(letter)] * min(3, request.max_tokens)
+        return [Completion(request.id, [*tokens, END_OF_TURN], "stop")]
 
 
 def _token(byte: int) -> int:

@@ -113,7 +113,7 @@ class Conversation:
     turns: list[str]
     greedy: bool
     answers: list[str] = field(default_factory=list)
-    asked: TextRequest | None = None
+    request: TextRequest | None = None  # the one in flight
 
     @property
     def needs_user_turn(self) -> bool:
@@ -189,27 +189,28 @@ class AnswerQueue:
                         record(sample)
 
     def _start(self, conversation: Conversation, done: Mapping[str, Sample]) -> None:
-        """Ask for the first turn that an earlier run has not answered."""
+        """Submit the first turn that an earlier run has not answered."""
         while conversation.next_sample_id in done:
             if len(conversation.answers) + 1 >= len(conversation.turns):
                 return  # all turns, or the one that the target wrote, are answered
             sample = done[conversation.next_sample_id]
             conversation.answers.append(self._chat.text(sample.response))
-        self._ask(conversation)
+        self._submit_next(conversation)
 
-    def _ask(self, conversation: Conversation) -> None:
+    def _submit_next(self, conversation: Conversation) -> None:
+        """Request the user turn or the next answer, unless it could exceed the maximum length."""
         if conversation.needs_user_turn:
-            ask = self._ask_for_user_turn(conversation)
+            request = self._user_turn_request(conversation)
         else:
-            ask = self._ask_for_answer(conversation)
-        if len(ask.prompt) + ask.max_tokens > self._sampling.max_length:
+            request = self._answer_request(conversation)
+        if len(request.prompt) + request.max_tokens > self._sampling.max_length:
             self.skipped += 1
             return
-        conversation.asked = ask
-        self._in_flight[ask.id] = conversation
-        self._engine.submit(ask)
+        conversation.request = request
+        self._in_flight[request.id] = conversation
+        self._engine.submit(request)
 
-    def _ask_for_answer(self, conversation: Conversation) -> TextRequest:
+    def _answer_request(self, conversation: Conversation) -> TextRequest:
         from leadout.engine.offline import TextRequest
 
         name = conversation.next_sample_id
@@ -225,7 +226,7 @@ class AnswerQueue:
             seed=self._seed(name),
         )
 
-    def _ask_for_user_turn(self, conversation: Conversation) -> TextRequest:
+    def _user_turn_request(self, conversation: Conversation) -> TextRequest:
         from leadout.engine.offline import TextRequest
 
         name = f"{conversation.id}/user"
@@ -240,29 +241,29 @@ class AnswerQueue:
         )
 
     def _receive(self, answer: Completion) -> Sample | None:
-        """Write an answer and ask for the next turn; None if it was a user turn."""
+        """Write an answer and submit the next turn; returns None for a user turn."""
         conversation = self._in_flight.pop(answer.id)
-        ask = conversation.asked
-        assert ask is not None
+        request = conversation.request
+        assert request is not None
         if conversation.needs_user_turn:
             turn = self._chat.text(answer.tokens).strip()
             if turn:
                 conversation.turns.append(turn)
-                self._ask(conversation)
+                self._submit_next(conversation)
             else:
                 self.skipped += 1
             return None
         sample = Sample(
             id=answer.id,
             source=conversation.source,
-            prompt=list(ask.prompt),
+            prompt=list(request.prompt),
             response=answer.tokens,
-            temperature=ask.temperature,
+            temperature=request.temperature,
         )
         self._writer.append(sample)
         conversation.answers.append(self._chat.text(answer.tokens))
         if len(conversation.answers) < len(conversation.turns):
-            self._ask(conversation)
+            self._submit_next(conversation)
         return sample
 
     def _seed(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template, and the settings of a small job."""
+"""A tokenizer with a chat template, and the sampling and job records of a small job."""
 
 from __future__ import annotations
 

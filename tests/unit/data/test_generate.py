@@ -86,9 +86,9 @@ def test_for_self_the_target_writes_the_user_turn(
 ) -> None:
     engine = FakeEngine()
     run = Run(tmp_path / "a.jsonl", chat, sampling(), engine, prompts=PROMPTS[3:])
-    asked = {ask.id: ask for ask in engine.asked}
-    assert set(asked) == {f"self/{n}#0/{which}" for n in range(2) for which in ("user", "0")}
-    turn = asked["self/0#0/user"]
+    by_id = {request.id: request for request in engine.requests}
+    assert set(by_id) == {f"self/{n}#0/{which}" for n in range(2) for which in ("user", "0")}
+    turn = by_id["self/0#0/user"]
     assert turn.prompt == chat.user_prefix()
     assert turn.temperature == USER_TURN_TEMPERATURE
     assert list(turn.stop_tokens) == [chat.end_of_turn]
@@ -118,8 +118,8 @@ def test_only_one_answer_to_a_prompt_is_greedy(
     engine = FakeEngine()
     run = Run(tmp_path / "a.jsonl", chat, settings, engine, prompts=PROMPTS[:1])
     assert [run.samples[f"a/0#{n}/0"].temperature for n in range(4)] == [0.0, 0.7, 0.7, 0.7]
-    assert len({ask.seed for ask in engine.asked}) == 4
-    assert {ask.top_p for ask in engine.asked if ask.temperature == 0.0} == {1.0}
+    assert len({request.seed for request in engine.requests}) == 4
+    assert {request.top_p for request in engine.requests if request.temperature == 0.0} == {1.0}
 
 
 def test_another_seed_gives_other_answers(
@@ -156,7 +156,7 @@ def test_a_run_interrupted_anywhere_resumes_to_the_same_samples(
         assert resumed.samples == whole.samples
         assert path.read_bytes().startswith(written)  # only grows
         # Nothing that was written is requested again; user turns may be.
-        assert len(engine.asked) <= steps - len(written.splitlines())
+        assert len(engine.requests) <= steps - len(written.splitlines())
 
 
 def test_a_run_killed_after_every_step_finishes(
@@ -180,16 +180,16 @@ def test_the_queue_of_the_engine_is_kept_full_but_bounded(
 def test_conversations_that_are_too_long_are_skipped_and_counted(
     tmp_path: Path, chat: Chat, sampling: Callable[..., Sampling]
 ) -> None:
-    room = len(chat.prompt(["One?"])) + 8
+    max_length = len(chat.prompt(["One?"])) + 8
     prompts = [*PROMPTS[:2], Prompt("a/9", "a", ("x" * 100,))]
-    settings = sampling(max_length=room)
+    settings = sampling(max_length=max_length)
     run = Run(tmp_path / "a.jsonl", chat, settings, FakeEngine(), prompts=prompts)
     # The first turns fit exactly; a second turn and the long one do not.
     assert sorted(run.samples) == ["a/0#0/0", "a/1#0/0"]
     assert run.skipped == 2
     again = Run(tmp_path / "a.jsonl", chat, settings, FakeEngine(), prompts=prompts)
     assert (again.samples, again.skipped) == (run.samples, 2)
-    tighter = sampling(max_length=room - 1)
+    tighter = sampling(max_length=max_length - 1)
     assert Run(tmp_path / "b.jsonl", chat, tighter, FakeEngine(), prompts=prompts).skipped == 3
 
 
