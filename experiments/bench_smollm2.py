@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from common import ROOT, SHIPPED
-from leadout.bench.report import PICTURE, REPORT, RESULTS, print_result, write_files
+from leadout.bench.page import PICTURE, REPORT, RESULTS, write_files
+from leadout.bench.report import print_result
 from leadout.bench.run import bench
 from leadout.bench.settings import BenchSettings
 from leadout.checkpoints import read_checkpoint, write_checkpoint

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from leadout.bench import report as bench_report
+from leadout.bench import page as bench_page
 from leadout.bench.results import BenchResult
 from leadout.report.charts import Chart, Point, Series, bars, dots, lines, picture
 
@@ -115,10 +115,10 @@ def _bench(draw: Callable[[BenchResult], str], name: str) -> str:
 
 
 FILES: dict[str, Callable[[], str]] = {
-    "results/bench/smollm2.svg": partial(_bench, bench_report.picture, "smollm2.json"),
-    "results/bench/smollm2.html": partial(_bench, bench_report.page, "smollm2.json"),
-    "results/bench/random.svg": partial(_bench, bench_report.picture, "random.json"),
-    "results/bench/random.html": partial(_bench, bench_report.page, "random.json"),
+    "results/bench/smollm2.svg": partial(_bench, bench_page.picture, "smollm2.json"),
+    "results/bench/smollm2.html": partial(_bench, bench_page.page, "smollm2.json"),
+    "results/bench/random.svg": partial(_bench, bench_page.picture, "random.json"),
+    "results/bench/random.html": partial(_bench, bench_page.page, "random.json"),
     "results/live/smollm2.svg": partial(_drawn, live, "live/smollm2.json"),
     "results/learn/smollm2.svg": partial(_drawn, learn, "learn/smollm2.json"),
 }

@@ -20,7 +20,9 @@ Indices = NDArray[np.int64]
 
 LEVEL = 0.95
 RESAMPLES = 2000
+DRAWS = 1000  # of a `Sampled` estimate
 MIN_ROUNDS_FOR_INTERVAL = 3
+_MIN_WEIGHT = 1e-9  # a point that a draw left out takes the value of its neighbours
 
 
 class Interval(BaseModel):
@@ -85,14 +87,15 @@ class Spread(BaseModel):
 
     rounds: int
     median: float
-    low: float  # the smallest
-    high: float  # the largest
+    low: float  # minimum
+    high: float  # maximum
     lower_quartile: float
     upper_quartile: float
     interval: tuple[float, float] | None  # 95%, of the median; None with too few rounds
 
 
 def spread(values: Sequence[float]) -> Spread:
+    """The interval is None with fewer than `MIN_ROUNDS_FOR_INTERVAL` values."""
     found = np.asarray(values, dtype=np.float64)
     lower, upper = np.percentile(found, [25, 75])
     interval = None
@@ -128,12 +131,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-DRAWS = 1000
-
-
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """An estimate with its bootstrap draws, so that what is computed from it has an interval too.
+    """An estimate with its bootstrap draws, so that numbers computed from it have intervals too.
 
     `values[0]` is the estimate from all measurements, the others are those of the draws.
     """
@@ -142,7 +142,6 @@ class Sampled:
 
     @classmethod
     def exactly(cls, value: float) -> Sampled:
-
         return cls(np.full(1 + DRAWS, value))
 
     def __add__(self, other: Sampled) -> Sampled:
@@ -152,23 +151,19 @@ class Sampled:
         return Sampled(self.values / other.values)
 
     def interval(self) -> Interval:
-
         edge = (1 - LEVEL) / 2
         low, high = np.quantile(self.values[1:], [edge, 1 - edge])
         return Interval(value=float(self.values[0]), low=float(low), high=float(high))
 
 
 def multiplicities(units: int, seed: int) -> Floats:
-    """How often each unit counts, [1 + DRAWS, units]: once, then as drawn with replacement."""
+    """Weights of units [1 + DRAWS, units]: all ones, then as drawn with replacement."""
     drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=DRAWS)
     return np.concatenate([np.ones((1, units)), drawn.astype(np.float64)])
 
 
-_MIN_WEIGHT = 1e-9  # a point that a draw left out takes the value of its neighbours
-
-
 def never_falling(values: Floats, weights: Floats) -> Floats:
-    """Weighted isotonic regression of each row of [draws, places].
+    """Weighted isotonic (non-decreasing) regression of each row of [draws, places].
 
     Verifying or drafting more never costs less, and more drafts never yield fewer tokens. Without
     this constraint the best K is often just the one with the luckiest measurement.

@@ -25,8 +25,8 @@ from leadout.check.diagnosis import (
     other_modes,
     write_repaired,
 )
+from leadout.check.page import write_page
 from leadout.check.probe import Probe, Text
-from leadout.check.report import write_page
 from leadout.check.result import (
     CheckError,
     CheckResult,

@@ -25,7 +25,7 @@ def bench(
     """
     require("bench")
 
-    from leadout.bench import report, run
+    from leadout.bench import page, report, run
     from leadout.bench.settings import BenchSettings
     from leadout.console import Progress
 
@@ -38,7 +38,7 @@ def bench(
     if plan:
         typer.echo(planned.model_dump_json(indent=2)) if as_json else report.print_plan(planned)
         return
-    written = report.write_files(result, settings.out)
+    written = page.write_files(result, settings.out)
     if as_json:
         typer.echo(result.model_dump_json(indent=2))
     else:

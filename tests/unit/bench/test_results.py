@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from sample_rounds import BARE, accepted, drifting_rate, measured, setup
+from sample_rounds import BARE, drifting_rate, measured, setup
 
 from leadout.bench.results import ROUNDS, SETTINGS, BenchResult, RoundsFile, summarize
 from leadout.bench.settings import BenchError
@@ -11,7 +11,6 @@ from leadout.bench.setup import Cell
 
 GIVEN = setup(rounds=1)
 MEASURED = measured(GIVEN, drifting_rate(1.2))
-SETUP = setup()
 
 
 def written(folder: Path, count: int = 3) -> RoundsFile:
@@ -70,16 +69,6 @@ def test_a_different_bench_cannot_continue(tmp_path: Path) -> None:
         RoundsFile(tmp_path).begin(GIVEN, resume=True)
 
 
-@pytest.fixture(scope="module")
-def result() -> BenchResult:
-    rounds = measured(
-        SETUP,
-        drifting_rate(1.25),
-        lambda cell: accepted(100, 150) if cell.arm == "fixed" else None,
-    )
-    return summarize(SETUP, rounds)
-
-
 def test_drift_of_the_machine_does_not_change_the_speedup(result: BenchResult) -> None:
     for cell in result.cells:
         if cell.arm == "bare":
@@ -118,9 +107,9 @@ def test_acceptance_and_latency_are_pooled_over_rounds(result: BenchResult) -> N
 
 
 def test_an_unfinished_bench_is_summarized() -> None:
-    rounds = measured(SETUP, drifting_rate(1.25))
+    rounds = measured(setup(), drifting_rate(1.25))
     # Killed when only bare vLLM had been measured.
-    only = summarize(SETUP, rounds[:1])
+    only = summarize(setup(), rounds[:1])
     assert [cell.arm for cell in only.cells] == ["bare"]
     assert only.geometric_means == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sample_results import finding, offline, table, tried, whole_result
 
-from leadout.check.report import page, write_page
+from leadout.check.page import page, write_page
 from leadout.check.result import Verdict
 from leadout.findings import Severity
 from support.pages import HOSTILE, Reader, assert_hostile_text_is_escaped, assert_loads_nothing

@@ -1,0 +1,247 @@
+"""The HTML page of a check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from leadout.check.report import (
+    acceptance_rows,
+    best_tried,
+    describe_lossless,
+    describe_parity,
+    range_text,
+    sentence,
+    served_label,
+)
+from leadout.check.result import CheckResult, Verdict
+from leadout.files import write_text
+from leadout.findings import Severity, worst_first
+from leadout.models import last_part
+from leadout.report import charts, html
+from leadout.stats import Interval
+
+_OFFLINE = "offline"
+_MAX_DIVERGENCES = 20
+_TONES: dict[str, html.Tone] = {
+    Verdict.FIT: "good",
+    Verdict.UNDECIDED: "warning",
+    Verdict.UNFIT: "bad",
+    Severity.ERROR: "bad",
+    Severity.WARNING: "warning",
+    Severity.NOTE: "note",
+}
+
+
+def write_page(result: CheckResult, path: Path) -> None:
+    write_text(path, page(result))
+
+
+def page(result: CheckResult) -> str:
+    sections = [
+        _findings(result),
+        _acceptance(result),
+        _parity(result),
+        _lossless(result),
+        _tried(result),
+        _versions(result),
+    ]
+    return html.render(
+        html.Page(
+            command="check",
+            heading=f"{last_part(result.drafter)} for {last_part(result.target)}",
+            facts=_facts(result),
+            verdict=html.Verdict(
+                _TONES[result.verdict], [sentence(result)], word=result.verdict.value
+            ),
+            cards=_cards(result),
+            sections=[section for section in sections if section is not None],
+        )
+    )
+
+
+def _facts(result: CheckResult) -> list[str]:
+    facts = [f"target {result.target}", f"drafter {result.drafter}"]
+    if result.draft_tokens is not None:
+        facts.append(f"{result.draft_tokens} draft tokens per step")
+    if result.date:
+        facts.append(result.date)
+    return [*facts, f"{result.seconds:.0f} seconds"]
+
+
+def _cards(result: CheckResult) -> list[html.Card]:
+    cards = []
+    if result.offline is not None:
+        length = result.offline.overall.length
+        cards.append(
+            html.Card("tokens per step, offline", f"{length.value:.2f}", range_text(length))
+        )
+    for served in result.served:
+        name, steps = f"tokens per step, {served_label(served)}", f"{served.steps:,} steps"
+        cards.append(html.Card(name, f"{served.length:.2f}", steps))
+    if result.parity is not None and result.parity.drafts:
+        share = result.parity.equal_drafts / result.parity.drafts
+        count = f"of {result.parity.drafts:,}"
+        cards.append(html.Card("drafts equal to the reference", f"{share:.1%}", count))
+    if result.lossless is not None and result.lossless.texts:
+        share = result.lossless.equal_texts / result.lossless.texts
+        cards.append(html.Card("texts unchanged", f"{share:.0%}", f"of {result.lossless.texts}"))
+    return cards
+
+
+def _findings(result: CheckResult) -> html.Section:
+    found = worst_first(result.findings)
+    if not found:
+        return html.Section("Findings", [html.Text("None.")])
+    table = html.Table(
+        ["severity", "finding", "what was found", "remedy"],
+        [[each.severity.value, each.name, each.message, each.remedy] for each in found],
+        text_columns=4,
+        tones=[_TONES[each.severity] for each in found],
+    )
+    return html.Section("Findings", [table])
+
+
+def _acceptance(result: CheckResult) -> html.Section | None:
+    if result.offline is None:
+        return None
+    explained = (
+        "Tokens per step of the target, its own token included. Offline: computed by the reference "
+        "implementation along the target's own greedy texts, with 95% confidence intervals over "
+        "texts. Served: from vLLM's counters."
+    )
+    by_position = charts.lines(
+        _by_position(result),
+        "acceptance by position in the block",
+        "position in the block",
+        "share of steps that accept it",
+    )
+    blocks: list[html.Block] = [
+        html.Text(explained, soft=True),
+        html.Heading("By prompt set"),
+        html.Drawing(charts.bars(_by_set(result), "acceptance length by prompt set")),
+        html.Heading("By position in the block"),
+        html.Drawing(by_position),
+    ]
+    if result.offline.by_context:
+        points = [_point(name, each.length) for name, each in result.offline.by_context.items()]
+        series = [charts.Series(_OFFLINE, points)]
+        blocks += [
+            html.Heading("By prompt length"),
+            html.Drawing(charts.bars(series, "acceptance length by prompt length")),
+        ]
+    return html.Section("Acceptance", [*blocks, _all_lengths(result)])
+
+
+def _by_set(result: CheckResult) -> list[charts.Series]:
+    rows = [row for row in acceptance_rows(result) if row.kind != "prompt length"]
+    series = [charts.Series(_OFFLINE, [_point(row.name, row.offline.length) for row in rows])]
+    for place, served in enumerate(result.served):
+        found = [(row.name, row.served[place]) for row in rows]
+        points = [charts.Point(name, value) for name, value in found if value is not None]
+        series.append(charts.Series(served_label(served), points))
+    return series
+
+
+def _by_position(result: CheckResult) -> list[charts.Series]:
+    assert result.offline is not None
+    shares = result.offline.overall.by_position
+    points = [_point(str(position), share) for position, share in enumerate(shares, start=1)]
+    series = [charts.Series(_OFFLINE, points)]
+    for served in result.served:
+        points = [
+            charts.Point(str(position), share)
+            for position, share in enumerate(served.by_position, start=1)
+        ]
+        series.append(charts.Series(served_label(served), points))
+    return series
+
+
+def _all_lengths(result: CheckResult) -> html.Folded:
+    names = [served_label(each) for each in result.served]
+    rows = [
+        [
+            row.label,
+            f"{row.offline.texts:,}",
+            f"{row.offline.steps:,}",
+            f"{row.offline.length.value:.3f}",
+            range_text(row.offline.length),
+            *("" if value is None else f"{value:.3f}" for value in row.served),
+        ]
+        for row in acceptance_rows(result)
+    ]
+    heads = ["texts", "count", "steps", _OFFLINE, "95% interval", *names]
+    return html.Folded("All numbers", [html.Table(heads, rows, text_columns=1)])
+
+
+def _parity(result: CheckResult) -> html.Section | None:
+    parity = result.parity
+    if parity is None:
+        return None
+    blocks: list[html.Block] = [html.Text(f"{describe_parity(parity)}.")]
+    rows = [
+        [name, f"{value:.2e}", f"{parity.allowed[name]:.2e}" if name in parity.allowed else ""]
+        for name, value in parity.differences.items()
+    ]
+    if rows:
+        heads = ["tensor", "largest relative difference", "explained by rounding"]
+        summary = "Differences between engine and reference, by tensor"
+        blocks.append(html.Folded(summary, [html.Table(heads, rows, text_columns=1)]))
+    return html.Section("Parity", blocks)
+
+
+def _lossless(result: CheckResult) -> html.Section | None:
+    lossless = result.lossless
+    if lossless is None:
+        return None
+    blocks: list[html.Block] = [html.Text(f"{describe_lossless(lossless)}.")]
+    worst = sorted(lossless.divergences, key=lambda each: -each.logit_gap)[:_MAX_DIVERGENCES]
+    if worst:
+        rows = [[each.prompt_set, f"{each.position}", f"{each.logit_gap:.3g}"] for each in worst]
+        table = html.Table(["prompts", "position in the answer", "logit gap"], rows, text_columns=1)
+        blocks.append(html.Folded("Where texts differ, largest logit gap first", [table]))
+    return html.Section("Losslessness", blocks)
+
+
+def _tried(result: CheckResult) -> html.Section | None:
+    best = best_tried(result)
+    if not best:
+        return None
+    explained = (
+        f"Known causes of rejected drafts, each undone on the same texts: the best {len(best)} of "
+        f"{len(result.tried)} changes. In tokens per block, with a block at every position; right "
+        "of the line is better than the drafter as it is."
+    )
+    points = [_point(each.cause, each.difference) for each in best]
+    rows = [
+        [
+            each.cause,
+            each.edit,
+            f"{each.before:.3f}",
+            f"{each.after:.3f}",
+            f"{each.difference.value:+.3f}",
+            range_text(each.difference),
+        ]
+        for each in best
+    ]
+    heads = ["cause", "change", "before", "after", "difference", "95% interval"]
+    return html.Section(
+        "Changes tried",
+        [
+            html.Text(explained, soft=True),
+            html.Drawing(charts.intervals(points, "gain of each change")),
+            html.Table(heads, rows, text_columns=2),
+        ],
+    )
+
+
+def _versions(result: CheckResult) -> html.Section | None:
+    if not result.versions:
+        return None
+    rows = [[name, version] for name, version in result.versions.items()]
+    return html.Section(
+        "", [html.Folded("Versions", [html.Table(["", "version"], rows, text_columns=2)])]
+    )
+
+
+def _point(label: str, interval: Interval) -> charts.Point:
+    return charts.Point(label, interval.value, interval.low, interval.high)
