@@ -1,4 +1,4 @@
-"""The admin endpoints: who may ask, and that only a number can be asked for. No engine is run."""
+"""The admin endpoints require the key and accept version numbers only. No engine runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def client(
         {"Authorization": b"Bearer \xff\xfe"},
     ],
 )
-def test_without_the_key_nothing_is_answered(
+def test_requests_without_the_key_are_rejected(
     client: TestClient, engine: TwoWorkers, headers: dict[str, str]
 ) -> None:
     assert client.get("/leadout/drafter", headers=headers).status_code == 401
@@ -83,7 +83,7 @@ def test_without_a_key_in_the_environment_there_are_no_routes(
     assert client.get("/leadout/drafter", headers={"Authorization": "Bearer "}).status_code == 404
 
 
-def test_the_key_shows_and_swaps(client: TestClient, engine: TwoWorkers) -> None:
+def test_the_key_allows_to_show_and_swap(client: TestClient, engine: TwoWorkers) -> None:
     before = client.get("/leadout/drafter", headers=RIGHT).json()
     assert (before["version"], before["watch"]) == (1, "off")
     after = client.post("/leadout/swap", headers=RIGHT, json={"version": 2})
@@ -125,7 +125,7 @@ def test_a_long_body_is_not_read(client: TestClient) -> None:
     assert asked.status_code == 413
 
 
-def test_a_version_that_may_not_be_served_is_refused_by_name(
+def test_a_version_that_cannot_be_served_is_refused_with_the_reason(
     client: TestClient, engine: TwoWorkers, registry: Registry, tmp_path: Path
 ) -> None:
     publish(registry, tmp_path / "target", tmp_path, seed=2, spoil=with_nan)
@@ -137,7 +137,7 @@ def test_a_version_that_may_not_be_served_is_refused_by_name(
     assert engine.loaded == [1, 1]
 
 
-def test_a_server_without_a_registry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_registry_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "a-long-key")
     app = FastAPI()
     AdminPlugin().attach_router(app)

@@ -1,4 +1,4 @@
-"""Drafters of running servers are swapped: nobody notices but by the speed, or it is refused."""
+"""Swaps of the drafter in running servers: no answer changes, and bad versions are refused."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def swap(server: Server, version: int) -> tuple[int, Any]:
     return call(f"{server.url}/leadout/swap", {"version": version}, SECRET)
 
 
-def require_right(load: Any, bare: list[list[int]]) -> None:
+def require_correct(load: Any, bare: list[list[int]]) -> None:
     assert load.failures == []
     assert len(load.answers) >= 16
-    wrong = [place for place, said in load.answers if said != bare[place]]
+    wrong = [place for place, ids in load.answers if ids != bare[place]]
     assert wrong == []
 
 
@@ -127,7 +127,7 @@ def test_swaps_under_load_change_no_answer(
             assert swap(server, version)[0] == 200
             while len(load.answers) < before + 8 and not load.failures:
                 time.sleep(0.05)
-    require_right(load, bare)
+    require_correct(load, bare)
     report = drafter_of(server)
     assert report["version"] == 2
     assert report["requests"] > 0
@@ -137,7 +137,7 @@ def test_swaps_under_load_change_no_answer(
     assert "is off after an error" not in server.log.read_text()
 
 
-def test_only_the_key_opens_the_endpoints(server: Server) -> None:
+def test_the_endpoints_require_the_key(server: Server) -> None:
     for key in (None, "wrong"):
         assert call(f"{server.url}/leadout/drafter", key=key)[0] == 401
         assert call(f"{server.url}/leadout/swap", {"version": 1}, key)[0] == 401
@@ -171,7 +171,7 @@ BAD: dict[Callable[[World], int], str] = {
 }
 
 
-def test_a_bad_version_is_refused_and_the_old_one_serves_on(
+def test_a_bad_version_is_refused_and_the_current_one_stays(
     world: World, server: Server, bare: list[list[int]]
 ) -> None:
     serving = drafter_of(server)["version"]
@@ -188,7 +188,7 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
     assert answer(server.url, PROMPTS[3], TOKENS) == bare[3]
 
 
-def test_a_version_that_falls_short_is_rolled_back(
+def test_a_version_below_expected_acceptance_is_rolled_back(
     world: World, server: Server, bare: list[list[int]]
 ) -> None:
     version = world.publish(seed=3, parent=1, expected_length=3.5)
@@ -214,13 +214,13 @@ def test_captured_traffic_is_what_was_served(
 ) -> None:
     silent, loud = [77, *PROMPTS[0]], [78, *PROMPTS[0]]
     answer(server.url, silent, 8, vllm_xargs={"leadout_capture": "off"})
-    said = answer(server.url, loud, 8)
+    ids = answer(server.url, loud, 8)
     deadline = time.monotonic() + 10
     kept: list[Any] = []
     while not any(sample.prompt == loud for sample in kept) and time.monotonic() < deadline:
         kept = [one for path in segment_paths(world.capture) for _, one in read_shard(path)]
         time.sleep(0.2)
-    assert [sample.response for sample in kept if sample.prompt == loud] == [said]
+    assert [sample.response for sample in kept if sample.prompt == loud] == [ids]
     assert not any(sample.prompt == silent for sample in kept)
     by_prompt = {tuple(prompt): whole for prompt, whole in zip(PROMPTS, bare, strict=True)}
     known = [sample for sample in kept if tuple(sample.prompt) in by_prompt]
@@ -242,7 +242,7 @@ def test_replicas_end_on_one_version_and_a_late_one_catches_up(
                 assert swap(second, version)[0] == 200
                 while len(load.answers) < before + 8 and not load.failures:
                     time.sleep(0.05)
-        require_right(load, bare)
+        require_correct(load, bare)
         third = world.publish(seed=5, parent=2)
         world.registry.point_to(third, "better")
         deadline = time.monotonic() + 60

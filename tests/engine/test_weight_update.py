@@ -1,4 +1,4 @@
-"""The drafter's weights are replaced in a running engine: what is derived from them follows."""
+"""Replacing the drafter's weights in a running engine also replaces what is derived from them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_drafts_follow_the_weights_there_and_back(
 
 
 @pytest.mark.parametrize("fault", ["missing", "nan"])
-def test_a_broken_update_is_refused_by_name(llm: Any, drafters: list[Path], fault: str) -> None:
+def test_incomplete_or_nan_weights_are_refused(llm: Any, drafters: list[Path], fault: str) -> None:
     weights = load_file(drafters[1] / "model.safetensors")
     name = "layers.2.self_attn.k_proj.weight"
     if fault == "missing":

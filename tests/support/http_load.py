@@ -30,10 +30,10 @@ def answer(url: str, prompt: list[int], tokens: int, **more: Any) -> list[int]:
     """The token ids of a greedy answer."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
     body |= {"temperature": 0, "return_token_ids": True} | more
-    status, said = call(f"{url}/v1/completions", body)
+    status, response = call(f"{url}/v1/completions", body)
     if status != 200:
-        raise RuntimeError(f"{status}: {said}")
-    ids: list[int] = said["choices"][0]["token_ids"]
+        raise RuntimeError(f"{status}: {response}")
+    ids: list[int] = response["choices"][0]["token_ids"]
     return ids
 
 
@@ -47,15 +47,15 @@ class Load:
 def under_load(
     url: str, prompts: Sequence[list[int]], tokens: int, clients: int = 8
 ) -> Iterator[Load]:
-    """So many clients ask one prompt after the other for as long as the block lasts."""
+    """`clients` clients send one prompt after the other for as long as the block lasts."""
     load, is_over = Load(), threading.Event()
 
     def ask(client: int) -> None:
         place = client
         while not is_over.is_set():
             try:
-                said = answer(url, prompts[place % len(prompts)], tokens)
-                load.answers.append((place % len(prompts), said))
+                ids = answer(url, prompts[place % len(prompts)], tokens)
+                load.answers.append((place % len(prompts), ids))
             except Exception as error:  # any kind is a failed request
                 load.failures.append(repr(error))
             place += 1

@@ -97,7 +97,7 @@ def test_a_version_set_by_hand_stays_until_the_pointer_changes(
     registry: Registry, replica: Replica
 ) -> None:
     replica.poll()
-    asyncio.run(replica.drafter.change_to(2, "asked for by hand"))
+    asyncio.run(replica.drafter.change_to(2, "set by hand"))
     replica.poll()
     assert replica.engine.loaded == [2, 2]
     registry.point_to(1, "back")
@@ -178,7 +178,7 @@ def test_a_version_set_by_hand_with_low_acceptance_is_rolled_back(
     registry: Registry, replica: Replica
 ) -> None:
     replica.poll()
-    asyncio.run(replica.drafter.change_to(2, "asked for by hand"))
+    asyncio.run(replica.drafter.change_to(2, "set by hand"))
     replica.serve(requests=40, acceptance_length=2)
     for _ in range(2):
         replica.poll()
