@@ -31,8 +31,8 @@ def test_page_reports_the_distance_from_the_oracle(part: str, kinds: int) -> Non
     near = sum(cell["of_oracle"] >= 0.97 for cell in fair)
     mean = sum(cell["of_oracle"] for cell in fair) / len(fair)
     worst = min(cell["of_oracle"] for cell in fair)
-    told = f"({kinds} kinds): {near} of {len(fair)} cells; {mean:.3f} on average, {worst:.3f} in"
-    assert told in page()
+    text = f"({kinds} kinds): {near} of {len(fair)} cells; {mean:.3f} on average, {worst:.3f} in"
+    assert text in page()
 
 
 def test_page_names_the_worst_cells() -> None:
@@ -61,22 +61,22 @@ def test_page_reports_the_acceptance_of_prompt_lookup() -> None:
     copying = result("copying.json")
     assert copying["provenance"]["command"].startswith("python scripts/measure_copying.py")
     row = copying["by_match"][str(MIN_MATCH)]["all"]
-    share, stood = f"{100 * row['offered']:.0f}%", f"{row['stood_per_offer']:.1f}"
-    told = f"{share} of the steps have such a copy, and {stood} of its 7 tokens stand"
-    assert told in page()
+    share, accepted = f"{100 * row['offered']:.0f}%", f"{row['stood_per_offer']:.1f}"
+    text = f"{share} of the steps have such a draft, and {accepted} of its 7 tokens are accepted"
+    assert text in page()
 
 
 def test_page_reports_the_speed_on_a_real_server() -> None:
     found = json.loads((ROOT / "results" / "live" / "smollm2.json").read_text())
     assert found["provenance"]["command"].startswith("python scripts/measure_live.py")
     one, eight = (found["traffic"]["ratios"][at] for at in ("1", "8"))
-    for told in (
+    for text in (
         f"{one['to_each_arm_over_all']['bare']:.2f} times as fast as bare vLLM with one request",
         f"{eight['to_each_arm_over_all']['bare']:.2f} times with eight",
         f"{one['overall']:.2f} and {eight['overall']:.2f} times as fast as the tuned table",
         f"{found['phase_worst_ratio']:.2f} of the best fixed length",
     ):
-        assert told in page()
+        assert text in page()
     readme = " ".join((ROOT / "README.md").read_text().split())
     over_bare = [each["to_each_arm_over_all"]["bare"] for each in (one, eight)]
     assert f"{over_bare[0]:.2f} times as fast as bare vLLM with one request" in readme
