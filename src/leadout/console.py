@@ -181,21 +181,3 @@ def facts_table(facts: Iterable[tuple[str, str]], title: str | None = None) -> T
     for label, text in facts:
         made.add_row(safe(label), safe(text))
     return made
-
-
-class ShownBar:
-    """A bar that is there for the length of a `with` block; `_bar` is the subclass's to make."""
-
-    _bar: rich_progress.Progress
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()

@@ -26,9 +26,9 @@ class Provenance(BaseModel):
 
     @classmethod
     def of_this_run(cls) -> Self:
-        script, *words = sys.argv
+        script, *arguments = sys.argv
         return cls(
-            command=" ".join([*_program(Path(script)), *map(_without_folders, words)]),
+            command=" ".join([*_program(Path(script)), *map(_without_folders, arguments)]),
             date=datetime.now(UTC).date().isoformat(),
             versions=installed_versions(),
             machine=f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
@@ -46,6 +46,6 @@ def _from_root(script: Path) -> str:
     return str(Path(*script.parts[-2:])) if script.is_absolute() else str(script)
 
 
-def _without_folders(word: str) -> str:
+def _without_folders(argument: str) -> str:
     """Absolute paths are shortened to their last part, since folders differ between machines."""
-    return Path(word).name if Path(word).is_absolute() else word
+    return Path(argument).name if Path(argument).is_absolute() else argument

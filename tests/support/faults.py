@@ -30,7 +30,7 @@ Make = Callable[[Path, Path, TargetFacts], Path]  # healthy drafter, new folder,
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong, and the rule that must say so."""
+    """One seeded fault, and the rule that must report it."""
 
     name: str
     rule: str | None  # None: nothing in files or settings gives it away
@@ -105,8 +105,8 @@ def _truncated(drafter: Path, out: Path, target: TargetFacts) -> Path:
 
 def _of_half_width(drafter: Path, out: Path, _: TargetFacts) -> Path:
     config = read_checkpoint(drafter).config
-    narrow = replace(config, hidden_size=config.hidden_size // 2)
-    write_checkpoint(out, Drafter(narrow).state_dict(), narrow, "zlab")
+    smaller = replace(config, hidden_size=config.hidden_size // 2)
+    write_checkpoint(out, Drafter(smaller).state_dict(), smaller, "zlab")
     return out
 
 
@@ -282,7 +282,7 @@ FAULTS = (
     ),
 )
 
-# A plausible number that is not the one of the training: only acceptance tells.
+# A plausible value, but not that of training: only acceptance shows it.
 UNDETECTABLE = (
     Fault("another-mask-token", None, _draft(mask_token_id=0)),
     Fault("taps-one-too-low", None, _taps(lambda ids, _: [i - 1 for i in ids])),

@@ -29,14 +29,14 @@ def cached_smollm2() -> Path:
     return destination
 
 
-# Wide enough an initialisation that greedy text does not fall into one repeated token.
+# The initializer range is large enough that greedy text does not repeat one token.
 _TINY = {
     "vocab_size": TINY_VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # the narrowest that vLLM's CPU attention takes
+    "head_dim": 32,  # the smallest that vLLM's CPU attention supports
     "max_position_embeddings": 512,
     "initializer_range": 0.15,
     "tie_word_embeddings": False,

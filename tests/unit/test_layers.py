@@ -33,13 +33,13 @@ def test_the_package_keeps_its_layers(copied_tree: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "broken_rule"),
     [
-        ("cli/env.py", "import vllm", "Only the engine room imports vLLM"),
+        ("cli/env.py", "import vllm", "Only the engine package imports vLLM"),
         (
             "cli/env.py",
             "def hidden():\n    from vllm.config import VllmConfig",
-            "Only the engine room imports vLLM",
+            "Only the engine package imports vLLM",
         ),
-        ("environment.py", "import vllm.envs", "Only the engine room imports vLLM"),
+        ("environment.py", "import vllm.envs", "Only the engine package imports vLLM"),
         ("dflash/config.py", "import transformers", "The algorithm needs torch only"),
         ("dflash/config.py", "import leadout.engine.vllm_adapter", "Layers import downwards only"),
         ("engine/guard.py", "import leadout.cli.env", "Layers import downwards only"),

@@ -1,4 +1,4 @@
-"""Shards only grow, survive a torn end, and name what is wrong in them."""
+"""Shards are append-only, survive an incomplete last line, and report what is wrong in them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_writers_append(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize("torn", [b"{", b'{"id": "x"', b"x" * 200_000])
-def test_a_torn_line_is_passed_over_and_then_cut_off(
-    tmp_path: Path, kept: int, torn: bytes
+@pytest.mark.parametrize("incomplete", [b"{", b'{"id": "x"', b"x" * 200_000])
+def test_an_incomplete_line_is_ignored_and_then_truncated(
+    tmp_path: Path, kept: int, incomplete: bytes
 ) -> None:
     path = write(tmp_path / "a.jsonl", *["a"][:kept])
     whole = path.read_bytes()
-    path.write_bytes(whole + torn)
+    path.write_bytes(whole + incomplete)
     assert len(list(read_shard(path))) == len(Samples([path])) == kept
     with ShardWriter(path):
         assert path.read_bytes() == whole
@@ -107,7 +107,7 @@ def test_a_bad_line_names_file_and_line(tmp_path: Path, line: bytes, field: str)
         Samples([path])
 
 
-def test_a_full_disk_is_an_error_and_leaves_a_line_that_is_cut_off(
+def test_a_full_disk_is_an_error_and_leaves_a_line_that_is_truncated_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", "a")

@@ -98,12 +98,12 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def load_drafter(path: Path | str, dtype: torch.dtype | None = None) -> Drafter:
     """Load a drafter in one precision: `dtype`, or by default that of most of its weights."""
     checkpoint = read_checkpoint(path)
-    wanted = dtype or checkpoint.tensors.dtype
+    precision = dtype or checkpoint.tensors.dtype
     weights = load_weights(checkpoint)
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and tensor.dtype != wanted:
-            weights[name] = tensor.to(wanted)
-            require_finite(f"{name} as {wanted}", weights[name], checkpoint.path)
+        if tensor.is_floating_point() and tensor.dtype != precision:
+            weights[name] = tensor.to(precision)
+            require_finite(f"{name} as {precision}", weights[name], checkpoint.path)
     with torch.device("meta"):  # allocates no memory for weights that are replaced at once
         drafter = Drafter(checkpoint.config)
     drafter.load_state_dict(weights, assign=True)

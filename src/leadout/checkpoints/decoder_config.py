@@ -150,17 +150,17 @@ def write_rope(rope: Rope) -> JsonObject:
 
 def describe_rope(rope: Rope) -> str:
     """The rotary embedding in one line."""
-    words = [f"theta {rope.theta:.15g}"]
+    parts = [f"theta {rope.theta:.15g}"]
     match rope.scaling:
         case LinearScaling(factor=factor):
-            words.append(f"linear x{factor:g}")
+            parts.append(f"linear x{factor:g}")
         case Llama3Scaling(factor=factor, original_max_positions=original):
-            words.append(f"llama3 x{factor:g} from {original}")
+            parts.append(f"llama3 x{factor:g} from {original}")
         case Yarn(factor=factor, original_max_positions=original):
-            words.append(f"yarn x{factor:g} from {original}")
+            parts.append(f"yarn x{factor:g} from {original}")
     if rope.fraction != 1.0:
-        words.append(f"{rope.fraction:.0%} of each head")
-    return ", ".join(words)
+        parts.append(f"{rope.fraction:.0%} of each head")
+    return ", ".join(parts)
 
 
 def _for_all_layers(

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints.checkpoint import Checkpoint
 from leadout.checkpoints.decoder_config import describe_rope
-from leadout.checkpoints.errors import printable
 from leadout.dflash.config import LayerAttention
+from leadout.errors import printable
 
 
 class LayerDescription(BaseModel):

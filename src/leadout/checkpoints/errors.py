@@ -6,14 +6,6 @@ from pathlib import Path
 
 from leadout.errors import LeadoutError, printable, shown
 
-__all__ = [
-    "MISSING",
-    "CheckpointError",
-    "Phrase",
-    "UnsupportedCheckpointError",
-    "printable",
-]
-
 WHOLE = ("file", "folder", "destination")  # fields that mean the path itself
 
 

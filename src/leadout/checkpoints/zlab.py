@@ -392,7 +392,7 @@ def _refuse_own_vocabulary(config: DrafterConfig, path: Path) -> None:
             path,
             "format",
             "zlab",
-            "a format with room for the drafter's own embedding, head or vocabulary",
+            "a format that supports the drafter's own embedding, head or vocabulary",
             "Use `--to speculators`.",
         )
 

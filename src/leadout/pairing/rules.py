@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from leadout.checkpoints.decoder_config import describe_rope
-from leadout.checkpoints.errors import printable
+from leadout.errors import printable
 from leadout.findings import Finding, Severity
 from leadout.models import same_model
 from leadout.pairing.facts import EngineSettings, Pair, Rule
@@ -278,8 +278,8 @@ def _causality(pair: Pair, settings: EngineSettings) -> str | None:
 
 
 def _describe_causality(causal: tuple[bool, ...]) -> str:
-    words = ["causal" if each else "bidirectional" for each in causal]
-    return words[0] if len(set(words)) == 1 else ", ".join(words)
+    layers = ["causal" if each else "bidirectional" for each in causal]
+    return layers[0] if len(set(layers)) == 1 else ", ".join(layers)
 
 
 def _mixed_layers(pair: Pair, settings: EngineSettings) -> str | None:

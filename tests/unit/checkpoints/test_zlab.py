@@ -120,7 +120,7 @@ BOTH_FULL = (LayerAttention(), LayerAttention())
             {},
             (LayerAttention(6, causal=True), LayerAttention()),
         ),
-        # The file says a window: read it, although transformers would forget it.
+        # The file states a window, which transformers ignores; Leadout reads it.
         (
             {"layer_types": [SLIDE, FULL], "sliding_window": 6},
             {},

@@ -1,4 +1,4 @@
-"""`leadout env` tells the truth about what is installed."""
+"""`leadout env` reports what is installed and what can run."""
 
 import json
 import subprocess
@@ -67,20 +67,20 @@ def test_an_engine_that_cannot_be_imported_is_reported_not_fatal(
 
 
 @pytest.mark.parametrize(
-    ("engine", "told"),
+    ("engine", "remedy"),
     [
         (facts.EngineFacts(version="0.32.0", supported=True, error="no nms"), "does not work"),
         (facts.EngineFacts(version="0.40.0", supported=False), "install vLLM"),
     ],
 )
 def test_no_command_is_usable_with_an_engine_that_is_not(
-    engine: facts.EngineFacts, told: str, monkeypatch: pytest.MonkeyPatch
+    engine: facts.EngineFacts, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "probe_engine", lambda: engine)
     needs = {"serve": (Need("vllm", "pip install it"),), "convert": ()}
     commands = environment.collect(needs).commands
     assert not commands["serve"].usable
-    assert told in str(commands["serve"].remedy)
+    assert remedy in str(commands["serve"].remedy)
     assert commands["convert"].usable
 
 

@@ -26,7 +26,7 @@ def run() -> Run:
     return invoke
 
 
-def words(result: Result) -> str:
+def output_of(result: Result) -> str:
     return " ".join(result.stdout.split())
 
 
@@ -36,7 +36,7 @@ class TestInspect:
         write_checkpoint(tmp_path / "drafter", random_weights(config), config, "zlab")
         result = run("inspect", tmp_path / "drafter")
         assert result.exit_code == 0
-        shown = words(result)
+        shown = output_of(result)
         for text in (
             "format zlab",
             "target not named in the file (6 layers)",
@@ -53,7 +53,7 @@ class TestInspect:
 
     def test_shows_notes_of_a_speculators_drafter(self, run: Run, speculators_folder: Path) -> None:
         edit_config(speculators_folder, lambda c: c.update(sliding_window_non_causal=False))
-        shown = words(run("inspect", speculators_folder))
+        shown = output_of(run("inspect", speculators_folder))
         assert "target some/target" in shown
         assert "the file states 3" in shown
         assert "40, of which 10 can be drafted" in shown
@@ -97,7 +97,7 @@ class TestConvert:
             "convert", zlab_folder, there, "--to", "speculators", "--target", "some/target"
         )
         assert result.exit_code == 0
-        assert words(result) == f"wrote {there} (speculators)"
+        assert output_of(result) == f"wrote {there} (speculators)"
         assert json.loads((there / "config.json").read_text())["speculators_model_type"] == "dflash"
         assert read_checkpoint(there).config == MINI
 

@@ -107,8 +107,8 @@ def test_any_history_equals_recomputation(drafter: Drafter, steps: list[Any], se
         embeddings = torch.randn(len(histories), 5, 32, generator=generator)
         found = block_output(drafter, cache, embeddings)
         for row, history in enumerate(histories):
-            wanted = from_scratch(drafter, history, embeddings[row])
-            torch.testing.assert_close(found[row], wanted, atol=1e-5, rtol=0)
+            expected = from_scratch(drafter, history, embeddings[row])
+            torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0)
 
 
 def test_forgotten_and_missing_tokens_are_zero_not_merely_masked(drafter: Drafter) -> None:

@@ -1,4 +1,4 @@
-"""The drafter's parameters, its borrowed and own ends, and what its attention may see."""
+"""The drafter's parameters, its embedding and head, and what its attention sees."""
 
 from typing import Any
 
@@ -34,8 +34,10 @@ def layer_shapes(i: int) -> dict[str, tuple[int, ...]]:
 
 
 def test_state_is_that_of_a_published_checkpoint_and_nothing_else(make_config: Any) -> None:
-    wanted = {"fc.weight": (32, 96), "hidden_norm.weight": (32,), "norm.weight": (32,)}
-    assert shapes(Drafter(make_config(head_dim=24))) == (wanted | layer_shapes(0) | layer_shapes(1))
+    expected = {"fc.weight": (32, 96), "hidden_norm.weight": (32,), "norm.weight": (32,)}
+    assert shapes(Drafter(make_config(head_dim=24))) == (
+        expected | layer_shapes(0) | layer_shapes(1)
+    )
 
 
 def test_state_with_everything_of_its_own(make_config: Any) -> None:

@@ -92,7 +92,7 @@ def slow_greedy(target: Target, prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Oracle:
-    """Knows how each prompt goes on, so all its drafts stand."""
+    """Knows the continuation of each prompt, so all its drafts are accepted."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = torch.tensor(texts)
@@ -138,7 +138,7 @@ def test_the_equality_fails_with_a_verifier_that_lets_a_wrong_draft_stand(
 
 
 def test_text_is_not_all_alike() -> None:
-    # The equality above says little about a target that repeats itself.
+    # The equality above would prove little for a target that repeats one token.
     text = slow_greedy(build_target("llama"), PROMPTS[0], 24)
     assert len(set(text)) > 8
 

@@ -32,20 +32,20 @@ def test_mask_is_the_definition(layer: LayerAttention, lengths: list[int], block
     positions = torch.tensor(lengths)[:, None] + torch.arange(block)
     [mask] = decode_masks([layer], positions, context, valid)
 
-    wanted = torch.zeros(len(lengths), 1, block, longest + block, dtype=torch.bool)
+    expected = torch.zeros(len(lengths), 1, block, longest + block, dtype=torch.bool)
     for row, length in enumerate(lengths):
         for slot in range(block):
             for key in range(length):
-                wanted[row, 0, slot, key] = may_look(layer, length + slot, key)
+                expected[row, 0, slot, key] = may_look(layer, length + slot, key)
             for other in range(block):
-                wanted[row, 0, slot, longest + other] = may_look(
+                expected[row, 0, slot, longest + other] = may_look(
                     layer, length + slot, length + other
                 )
     if mask is None:
-        assert wanted.all()
+        assert expected.all()
     else:
-        assert torch.equal(mask, wanted)
-        assert not wanted.all()
+        assert torch.equal(mask, expected)
+        assert not expected.all()
         assert mask.any(dim=-1).all(), "a query that sees nothing"
 
 

@@ -107,11 +107,11 @@ def reference_config(theta: float, parameters: dict[str, Any]) -> Qwen3Config:
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_frequencies_equal_transformers(kind: str) -> None:
     rope, parameters = SCALED[kind]
-    wanted, wanted_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
         reference_config(rope.theta, parameters), torch.device("cpu")
     )
-    torch.testing.assert_close(inverse_frequencies(rope, 64), wanted, rtol=2e-6, atol=0)
-    assert attention_factor(rope) == pytest.approx(wanted_factor)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), expected, rtol=2e-6, atol=0)
+    assert attention_factor(rope) == pytest.approx(expected_factor)
 
 
 def test_default_frequencies_equal_transformers() -> None:
@@ -126,9 +126,9 @@ def test_rotation_equals_transformers_at_far_positions(kind: str) -> None:
     positions = torch.tensor([[0, 1, 2, 77], [5, 4096, 40_000, 100_000]])
     heads = torch.randn(2, 3, 4, 64, generator=torch.Generator().manual_seed(0))
     cos, sin = Qwen3RotaryEmbedding(reference_config(rope.theta, parameters))(heads, positions)
-    wanted, _ = apply_rotary_pos_emb(heads, heads, cos, sin)
+    expected, _ = apply_rotary_pos_emb(heads, heads, cos, sin)
     torch.testing.assert_close(
-        rotate(heads, rotation_at(rope, 64, positions)), wanted, rtol=0, atol=1e-5
+        rotate(heads, rotation_at(rope, 64, positions)), expected, rtol=0, atol=1e-5
     )
 
 

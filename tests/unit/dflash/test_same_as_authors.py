@@ -26,7 +26,7 @@ OPEN_WINDOW = LayerAttention(window=6)
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration, in our words and in what the authors' configuration adds to Qwen3's."""
+    """One configuration, ours, and what the authors' configuration adds to Qwen3's."""
 
     layers: tuple[LayerAttention, ...]
     theirs: dict[str, Any] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def test_every_block_of_a_generation_agrees(name: str, make_drafter: Any) -> Non
     start = 11
     for produced in (1, block, 3, 2, block, 1):
         embeddings = torch.randn(1, block, ours.config.hidden_size, generator=generator)
-        wanted = theirs(
+        expected = theirs(
             target_hidden=committed,
             noise_embedding=embeddings,
             position_ids=torch.arange(start - committed.shape[1], start + block)[None],
@@ -132,8 +132,8 @@ def test_every_block_of_a_generation_agrees(name: str, make_drafter: Any) -> Non
         )
         _crop_to(their_cache, start)
         found = our_block(ours, our_cache, embeddings)
-        assert 0.3 < wanted.std() < 3.0
-        assert (found - wanted).abs().max() < 1e-5, f"block at position {start}"
+        assert 0.3 < expected.std() < 3.0
+        assert (found - expected).abs().max() < 1e-5, f"block at position {start}"
 
         verified = torch.randn(1, block, taps, generator=generator)
         our_cache.append(ours, verified, torch.tensor([produced]))
@@ -161,8 +161,8 @@ def test_bfloat16_rounds_where_the_authors_round(make_drafter: Any) -> None:
     embeddings = torch.randn(1, 5, 32, generator=generator).to(torch.bfloat16)
     cache = ContextCache(ours.config, 1, torch.device("cpu"), torch.bfloat16)
     cache.append(ours, states, torch.tensor([300]))
-    wanted = theirs(
+    expected = theirs(
         target_hidden=states, noise_embedding=embeddings, position_ids=torch.arange(305)[None]
     )
     # One unit in the last place of bfloat16 at this size is 0.016.
-    assert (our_block(ours, cache, embeddings) - wanted).abs().max() < 0.05
+    assert (our_block(ours, cache, embeddings) - expected).abs().max() < 0.05

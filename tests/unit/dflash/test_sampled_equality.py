@@ -138,7 +138,7 @@ def test_speculation_keeps_the_distribution(
 ) -> None:
     speculated = speculate(target, drafter, SETTINGS[setting], sample_drafts)
     accepted = [count for completion in speculated for count in completion.accepted]
-    # The test says something only where drafts both stand and fall.
+    # The test is only meaningful if some drafts are accepted and some rejected.
     assert 0.2 < sum(accepted) / len(accepted) < 2.5
     assert smallest_p_value(plain[setting], speculated) > FALSE_ALARM
 
@@ -146,7 +146,7 @@ def test_speculation_keeps_the_distribution(
 def keeps_too_many(
     drafts: Tensor, p: Tensor, q: Tensor | None, generator: torch.Generator
 ) -> Verdict:
-    """Lets one draft in twenty stand that should fall."""
+    """Accepts one in twenty of the drafts that should be rejected."""
     verdict = verify_sampled(drafts, p, q, generator)
     kind = torch.rand(len(drafts), generator=generator) < 0.05
     spared = kind & (verdict.accepted < drafts.shape[1])

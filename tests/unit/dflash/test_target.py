@@ -123,12 +123,12 @@ def test_steps_on_a_cache_equal_one_pass(model: nn.Module) -> None:
 @torch.no_grad()
 def test_states_alone_are_the_same_and_skip_the_head(model: nn.Module) -> None:
     target = Target(model, [0, 3])
-    wanted = target.step(IDS).states
+    expected = target.step(IDS).states
     calls: list[object] = []
     handle = model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
     found = target.states(IDS, torch.arange(7).expand(2, -1))
     handle.remove()
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
     assert not calls
 
 
@@ -146,8 +146,8 @@ def test_an_observation_ends_with_what_the_head_reads(model: nn.Module) -> None:
     torch.testing.assert_close(observed.states[1:, :5], alone.states)
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     scores = target.head(observed.final[1:, :5])
-    wanted = torch.tanh(scores / cap) * cap if cap else scores
-    torch.testing.assert_close(wanted, alone.logits)
+    expected = torch.tanh(scores / cap) * cap if cap else scores
+    torch.testing.assert_close(expected, alone.logits)
 
 
 @torch.no_grad()

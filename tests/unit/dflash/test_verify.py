@@ -19,7 +19,7 @@ def one_hot_logits(*rows: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("drafts", "choices", "accepted", "next_token"),
     [
-        ([1, 2, 3], [1, 2, 3, 4], 3, 4),  # all stand: the bonus
+        ([1, 2, 3], [1, 2, 3, 4], 3, 4),  # all accepted: the bonus token
         ([1, 2, 3], [1, 2, 5, 4], 2, 5),  # a wrong third: its correction
         ([1, 2, 3], [0, 2, 3, 4], 0, 0),  # right ones after a wrong one do not count
         ([1, 2, 3], [1, 0, 3, 4], 1, 0),
