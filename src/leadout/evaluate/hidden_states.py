@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from leadout.dflash.target import Observation, Target
-from leadout.errors import LeadoutError
 from leadout.evaluate.blocks import TrainingSequence, batch
+from leadout.files import FileError
 
 _WRITTEN = b"\x01"
 
@@ -32,10 +32,6 @@ def load_model(folder: Path, precision: torch.dtype) -> nn.Module:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=precision)
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
-
-
-class StatesFileError(LeadoutError):
-    """The file of hidden states is damaged."""
 
 
 class StateSource(Protocol):
@@ -128,7 +124,7 @@ class StatesOnDisk:
         while view:
             count = os.preadv(self._file, [view], offset)
             if count == 0:
-                raise StatesFileError(
+                raise FileError(
                     f"{self._path} ends before sample {index}. Delete it and its .marks file; the "
                     "states are then computed again."
                 )

@@ -13,16 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from leadout.errors import LeadoutError
+from leadout.files import FileError
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Possible prefixes of a decoder's tensor names.
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
-
-
-class MissingTensorError(LeadoutError):
-    """The target's files lack a tensor that a drafter needs."""
 
 
 class TargetWeights(NamedTuple):
@@ -53,7 +49,7 @@ class TargetFiles:
     def require(self, name: str) -> Tensor:
         found = self.find(name)
         if found is None:
-            raise MissingTensorError(
+            raise FileError(
                 f"{self.folder}: the tensor {name} is missing in the safetensors files, but the "
                 "drafter needs it. Check that the target is downloaded completely."
             )

@@ -122,6 +122,16 @@ def plan(target: str, data: Path, config: TrainConfig) -> Plan | None:
         return made if ranks.is_leader else None
 
 
+def what_next(report: TrainReport, target: str, out: Path) -> str:
+    """What was written, what may be deleted, and the next step."""
+    size = sum(path.stat().st_blocks * 512 for path in (out / WORK).rglob("*"))
+    return (
+        f"Wrote {report.drafter} (weights, model card, {SETTINGS}, training.json).\n"
+        f"{out / WORK} ({size / 1e6:,.0f} MB) is needed only for --resume and may be deleted.\n"
+        f"Next: {shlex.join(['leadout', 'check', target, report.drafter])}"
+    )
+
+
 def _progress(ranks: Ranks) -> Progress:
     return Progress("train") if ranks.is_leader else Progress.silent()
 
@@ -129,13 +139,15 @@ def _progress(ranks: Ranks) -> Progress:
 def _earlier_settings(out: Path, resume: bool) -> TrainConfig | None:
     """The settings of the run to continue; None for a new run, which needs a new folder."""
     resolved = out / SETTINGS
-    if resolved.exists() != resume:
+    if not resume and resolved.exists():
+        raise TrainError(
+            f"--out {out} already holds a run. Use --resume to continue it, or choose another "
+            "folder."
+        )
+    if resume and not resolved.exists():
         raise TrainError(
             f"--out {out} has no {SETTINGS}, so there is no run to continue. Omit --resume to "
             "start one."
-            if resume
-            else f"--out {out} already holds a run. Use --resume to continue it, or choose another "
-            "folder."
         )
     return TrainConfig.resolve({}, resolved) if resume else None
 
@@ -244,14 +256,4 @@ def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:
         max_tokens=min(SERVED_TOKENS, length - longest),
         max_length=length,
         precision=getattr(torch, run.config.precision),
-    )
-
-
-def what_next(report: TrainReport, target: str, out: Path) -> str:
-    """What was written, what may be deleted, and the next step."""
-    size = sum(path.stat().st_blocks * 512 for path in (out / WORK).rglob("*"))
-    return (
-        f"Wrote {report.drafter} (weights, model card, {SETTINGS}, training.json).\n"
-        f"{out / WORK} ({size / 1e6:,.0f} MB) is needed only for --resume and may be deleted.\n"
-        f"Next: {shlex.join(['leadout', 'check', target, report.drafter])}"
     )

@@ -11,7 +11,8 @@ import torch
 
 from leadout.dflash.target import Observation, Target
 from leadout.evaluate.blocks import TrainingSequence
-from leadout.evaluate.hidden_states import ComputedStates, Indexed, StatesFileError, StatesOnDisk
+from leadout.evaluate.hidden_states import ComputedStates, Indexed, StatesOnDisk
+from leadout.files import FileError
 from leadout.train.run import STATES
 from support.small_runs import KilledError, MakeRun
 
@@ -112,7 +113,7 @@ def test_a_truncated_file_is_reported(target: Target, tmp_path: Path) -> None:
     states = on_disk(path, Counting(target))
     states.observe(items())
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(StatesFileError, match="ends before sample"):
+    with pytest.raises(FileError, match="ends before sample"):
         states.observe(items())
 
 

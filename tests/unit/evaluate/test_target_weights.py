@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from leadout.evaluate.target_weights import MissingTensorError, TargetFiles, load_target_weights
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
+from leadout.files import FileError
 from leadout.train.config import TrainError
 from leadout.train.run_state import BEST, STATE
 from support.small_runs import MakeRun
@@ -45,9 +46,7 @@ def test_a_target_without_one_of_them_is_rejected(
     del weights[name]
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-    with pytest.raises(
-        MissingTensorError, match=f"tensor {name.removeprefix('model.')} is missing"
-    ):
+    with pytest.raises(FileError, match=f"tensor {name.removeprefix('model.')} is missing"):
         load_target_weights(TargetFiles(tmp_path), torch.float32, CPU)
 
 
