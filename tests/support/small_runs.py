@@ -45,8 +45,8 @@ def small_config(**changes: Any) -> TrainConfig:
     return TrainConfig(**SMALL | changes)
 
 
-class KilledError(Exception):
-    """Simulates the death of the process."""
+class KilledError(BaseException):
+    """Simulates the death of the process: nothing may catch it."""
 
 
 @pytest.fixture(scope="session")
