@@ -83,7 +83,7 @@ def write_prompts(path: Path) -> None:
 def kill_again_and_again(
     command: DataCommand, starting: float, answering: float, draw: random.Random
 ) -> list[dict[str, object]]:
-    """Start, kill at a drawn moment, and so on; each run goes on where the last was cut off."""
+    """Start and kill at a random moment, repeatedly; each run resumes the one before it."""
     early = set(draw.sample(range(KILLS), WHILE_STARTING))
     kills: list[dict[str, object]] = []
     for number in range(KILLS):

@@ -1,15 +1,15 @@
-"""The whole loop on SmolLM2: traffic of a new kind, one cycle of `leadout learn`, a swap in place.
+"""The whole loop on SmolLM2: new traffic, one cycle of `leadout learn`, a swap in a running server.
 
     python experiments/learn_smollm2.py TARGET PROMPTS_FOLDER DATA_FOLDER WORK_FOLDER
 
-A server follows a registry that begins with the shipped drafter, and captures its traffic. The new
-kind is a service that writes tickets in XML for the requests of the prompt set `shift_train`; it is
-measured on those of `shift`, none of which is captured. All requests are greedy. DATA_FOLDER is
-what the shipped drafter was trained on. About an hour and a half on two quiet cores; a second call
-goes on after the last whole stage.
+A server follows a registry that starts with the shipped drafter, and captures its traffic. The new
+traffic is of a service that writes tickets in XML for the requests of the prompt set `shift_train`;
+it is measured on those of `shift`, none of which is captured. All requests are greedy. DATA_FOLDER
+is what the shipped drafter was trained on. Takes about an hour and a half on two idle cores; a
+second call continues after the last complete stage.
 
-The base sets are measured after the swap on a second server with the same version: on the first one
-they would count as traffic that breaks the promise.
+After the swap, the base sets are measured on a second server with the same version: on the first
+one they would count as traffic with less acceptance than expected, which causes a rollback.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Loop:
         self.capture = self.work / "capture"
         self._chat = Chat(self.target)
 
-    def stage(self, name: str, carry_out: Callable[[], Any]) -> Any:
-        """What a stage came to; carried out once."""
+    def stage(self, name: str, run: Callable[[], Any]) -> Any:
+        """The result of a stage, which runs only once."""
         path = self.work / f"{name}.json"
         if not path.exists():
             print(f"{time.strftime('%H:%M')} {name}", flush=True)
-            found = carry_out()
+            found = run()
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(found, indent=2) + "\n")
             partial.rename(path)
@@ -133,7 +133,7 @@ class Loop:
             yield running.url
 
     def measure(self, url: str, sets: dict[str, int]) -> dict[str, Any]:
-        """Greedy, by vLLM's counters, batch by batch; nothing of it is captured."""
+        """Greedy acceptance by vLLM's counters, in batches; none of it is captured."""
         found = {}
         for name, count in sets.items():
             prompts = self._measured_prompts(name, count)
@@ -150,7 +150,7 @@ class Loop:
         return found
 
     def send_traffic(self, url: str) -> dict[str, Any]:
-        """The new kind, as it comes in; all of it is captured."""
+        """Send the new traffic, all of which is captured."""
         asked = dict.fromkeys(ticket(prompt.turns[0]) for prompt in self._read("shift_train"))
         # Without the descriptions of tools, a few are what is measured on.
         unseen = {ticket(prompt.turns[0]) for prompt in self._read(PLAIN)} | {TICKET}
@@ -177,7 +177,7 @@ class Loop:
         return json.loads(ended.stdout)
 
     def wait_for(self, url: str, version: int) -> Any:
-        """The server swaps by itself, some seconds after the pointer has moved."""
+        """Wait for the server, which swaps some seconds after the pointer has changed."""
         request = urllib.request.Request(
             f"{url}/leadout/drafter", headers={"Authorization": f"Bearer {KEY}"}
         )
@@ -187,10 +187,10 @@ class Loop:
             if found["version"] == version:
                 return found
             time.sleep(1)
-        sys.exit(f"the server still has version {found['version']}, wanted {version}")
+        sys.exit(f"the server still has version {found['version']}, expected {version}")
 
     def _measured_prompts(self, name: str, count: int) -> list[list[int]]:
-        """So many prompts from the whole of a set: some are ordered by kind."""
+        """Evenly spaced prompts of a set, as some sets are ordered by kind."""
         prompts = self._read(PLAIN if name == NEW else name)
         chosen = [prompts[len(prompts) * i // count] for i in range(min(count, len(prompts)))]
         texts = [prompt.turns[0] for prompt in chosen]
@@ -207,7 +207,7 @@ _ADMIN = {"LEADOUT_ADMIN_KEY": KEY}
 
 
 def ticket(prompt: str) -> str:
-    """What is asked below the descriptions of tools, as a ticket."""
+    """The request below the descriptions of tools, as a ticket."""
     rows = prompt.split("\n")
     tools = [place for place, row in enumerate(rows) if _TOOL.fullmatch(row)]
     return TICKET + " ".join(rows[tools[-1] + 1 :] if tools else rows)
@@ -251,13 +251,13 @@ def counters(url: str) -> list[float]:
 
 
 def length_of(measured: dict[str, Any]) -> Interval:
-    """Acceptance length, with an interval over batches."""
+    """Acceptance length with a confidence interval over batches."""
     steps, accepted = _columns(measured)
     return bootstrap(len(steps), lambda draw: 1 + accepted[draw].sum(-1) / steps[draw].sum(-1))
 
 
 def change_of(before: dict[str, Any], after: dict[str, Any]) -> Interval:
-    """As a share of before; the same prompts are in the same batches."""
+    """The relative change; the same prompts are in the same batches."""
     (old_steps, old), (new_steps, new) = _columns(before), _columns(after)
 
     def change(draw: torch.Tensor) -> torch.Tensor:

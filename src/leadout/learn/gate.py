@@ -205,14 +205,14 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
     newest = len(trial.held_out)
     _free_memory()
     done = progress.stage("vLLM with and without it", 1)
-    proof = check(trial.target, trial.candidate, [*_some(trial.held_out), *_some(trial.base)])
+    answers = check(trial.target, trial.candidate, [*_some(trial.held_out), *_some(trial.base)])
     done()
     return Evidence(
         findings=findings,
         traffic=compare(before[:newest], after[:newest]),
         base=compare(before[newest:], after[newest:]),
         base_by_source=compare_by_source(before[newest:], after[newest:]),
-        lossless=proof,
+        lossless=answers,
     )
 
 
