@@ -6,7 +6,7 @@ Seven prompt sets at four concurrencies. `fixed` is vLLM's own DFlash with all d
 `tuned` is that drafter as Leadout would serve it: it drafts only the tokens that are frequent in
 DATA_FOLDER, the answers that it was trained on, and as many of them as a table of `leadout tune`
 says. Then a drafter of the same shape with random weights on two sets. About forty minutes on two
-quiet cores; a second call goes on where the first was cut off.
+idle cores; a second call continues where the first stopped.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def main() -> None:
     random = arguments.work / "random-drafter"
     if not random.exists():
         write_random(random)
-    narrow = arguments.work / "narrow-drafter"
-    if not narrow.exists():
-        write_narrow(narrow, arguments.target, arguments.data)
+    reduced = arguments.work / "reduced-drafter"
+    if not reduced.exists():
+        write_reduced(reduced, arguments.target, arguments.data)
     for name, drafter, tuned_drafter, sets in (
-        ("smollm2", SHIPPED, narrow, SETS),
+        ("smollm2", SHIPPED, reduced, SETS),
         ("random", random, random, SETS_OF_RANDOM),
     ):
         tuned = tune(name, tuned_drafter, arguments.target, arguments.work)
         measure(name, drafter, tuned, sets, arguments)
 
 
-def write_narrow(folder: Path, target: Path, data: Path) -> None:
+def write_reduced(folder: Path, target: Path, data: Path) -> None:
     convert = [sys.executable, "-m", "leadout", "convert", str(SHIPPED), str(folder)]
     how = ["--to", "speculators", "--target", str(target), "--frequent-in", str(data)]
     subprocess.run([*convert, *how, "--draft-vocab", str(DRAFT_VOCAB)], check=True)

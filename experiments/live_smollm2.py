@@ -1,4 +1,4 @@
-"""Live control on the real engine: changing traffic, a useless drafter, and copied drafts.
+"""Live control on the real engine: changing traffic, a useless drafter, and prompt lookup.
 
     python experiments/live_smollm2.py TARGET DRAFTER TUNED RANDOM_DRAFTER PROMPTS_DIR WORK_DIR
 
@@ -8,7 +8,7 @@ taken within a round. Parts:
 - `traffic`: code, then translation, then grade-school mathematics, at concurrency 1 and 8, on bare
   vLLM, two fixed draft lengths, the tuned table and live control;
 - `useless`: a drafter with random weights under live control, against bare vLLM;
-- `copying`: categories of spec_bench under live control, with and without copied drafts.
+- `copying`: categories of spec_bench under live control, with and without prompt lookup.
 
 TUNED is a file of `leadout tune` for DRAFTER. Parts that the result has already are not repeated.
 """
@@ -75,13 +75,13 @@ def write(found: dict[str, Any]) -> None:
 
 
 def traffic(arguments: Any) -> dict[str, Any]:
-    most = read_checkpoint(arguments.drafter).config.max_draft_tokens
+    max_k = read_checkpoint(arguments.drafter).config.max_draft_tokens
     drafting = ["--draft", str(arguments.drafter)]
     tuned = [*drafting, "--tuned", str(arguments.tuned)]
     arms = {
         "bare": [],
         "fixed-2": [*drafting, *draft_length(2)],
-        f"fixed-{most}": [*drafting, *draft_length(most)],
+        f"fixed-{max_k}": [*drafting, *draft_length(max_k)],
         "tuned": tuned,
         "live": [*tuned, "--live"],
     }
@@ -152,7 +152,7 @@ def copying(arguments: Any) -> dict[str, Any]:
     arms = {"live": live, "without": [*live, "--additional-config", json.dumps(without)]}
     rounds: list[dict[str, Any]] = []
     with stage(arguments, arms) as run:
-        for number in track(range(arguments.rounds), description="copied drafts"):
+        for number in track(range(arguments.rounds), description="prompt lookup"):
             for category in CATEGORIES:
                 texts = prompts_of(arguments, category, number, COPYING_REQUESTS)
                 rates = {arm: run(arm, texts, 1) for arm in rotated(list(arms), number)}

@@ -172,7 +172,7 @@ def never_falling(values: Floats, weights: Floats) -> Floats:
 
     weights = np.maximum(weights, _MIN_WEIGHT)
     rows = [
-        isotonic_regression(row, weights=heavy).x
-        for row, heavy in zip(values, weights, strict=True)
+        isotonic_regression(row, weights=weight).x
+        for row, weight in zip(values, weights, strict=True)
     ]
     return np.stack(rows)

@@ -153,11 +153,11 @@ def _additive(
     # A draw may contain no step of a cell: the unknowns it does not determine stay near zero.
     normal = normal + 1e-9 * np.eye(len(place))
     found = np.linalg.solve(normal, (weighted * measured[:, :, None]).sum(1)[:, :, None])[:, :, 0]
-    heavy = weighted.sum(1)  # steps that determine each unknown
+    steps = weighted.sum(1)  # steps that determine each unknown
 
     def curve(name: str, at: Sequence[int], minimum: float) -> dict[int, Sampled]:
         columns = [place[name, each] for each in at]
-        rising = np.maximum(never_falling(found[:, columns], heavy[:, columns]), minimum)
+        rising = np.maximum(never_falling(found[:, columns], steps[:, columns]), minimum)
         return {each: Sampled(column) for each, column in zip(at, rising.T, strict=True)}
 
     # Verifying drafts never makes a step shorter, and the cost of drafting is never negative.

@@ -31,7 +31,7 @@ _PROBE_SIZE, _PROBE_ROWS = 4096, 64
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, ... and the largest itself."""
+    """Powers of two up to the largest, and the largest."""
     powers = [2**power for power in range(max_batch.bit_length())]
     return sorted({*powers, max_batch})
 
