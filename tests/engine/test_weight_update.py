@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from leadout.checkpoints import load_drafter, write_checkpoint
+from leadout.checkpoints import CheckpointError, load_drafter, write_checkpoint
 from leadout.dflash.target import Target
 from leadout.engine.hot_swap import replace_weights
 from support.drafters import TINY_DRAFTER, random_drafter
@@ -99,7 +99,7 @@ def test_incomplete_or_nan_weights_are_refused(llm: Any, drafters: list[Path], f
     else:
         weights[name][0, 0] = torch.nan
     drafter = llm.collective_rpc(_drafter_of)[0]
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(CheckpointError, match=name):
         drafter.load_weights(weights.items())
 
 
