@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from leadout.bench.results import ROUNDS, BenchResult, Measured, RoundsFile
-from leadout.errors import NEGATIVE, UNDECIDED
+from leadout.errors import NEGATIVE, SUCCESS, UNDECIDED
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.processes import Process, family_of, wait_until_gone
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
@@ -65,8 +65,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     ended = subprocess.run(
         words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300
     )
-    # A random drafter does not pay; on a busy machine the rounds may not suffice to tell.
-    assert ended.returncode in (NEGATIVE, UNDECIDED), ended.stderr
+    # A few tokens of a tiny model on a busy machine: the measured speed-up may be anything.
+    assert ended.returncode in (SUCCESS, NEGATIVE, UNDECIDED), ended.stderr
     return Story(folder / "out", killed, left, before, ended.stdout)
 
 
