@@ -71,8 +71,8 @@ def capture() -> str:
         for arm, ratio in found["ratio"].items()
     ]
     shares = next(iter(found["share_of_the_time"].values()))
-    told = [f"processor time {where}" for where in shares]
-    return table(("captured", "throughput over none (95%)", *told), rows)
+    cells = [f"processor time {where}" for where in shares]
+    return table(("captured", "throughput over none (95%)", *cells), rows)
 
 
 def _interval(interval: Any) -> str:

@@ -145,7 +145,7 @@ def acceptance_sets() -> str:
 def lossless() -> str:
     rows = [
         (
-            "drafts never stand" if arm["drafter"] == "random" else "drafts always stand",
+            "drafts never accepted" if arm["drafter"] == "random" else "drafts always accepted",
             arm["batch_size"],
             f"{arm['acceptance_length']:.2f}",
             f"{arm['equal_texts']} of {arm['prompts']}",
@@ -236,5 +236,5 @@ def live() -> str:
 
 def live_useless() -> str:
     ratios = result("live/smollm2.json")["useless"]["ratios"]
-    told = [f"{ratio:.2f}" for ratio in ratios.values()]
-    return table(["requests at a time", *ratios], [["over bare vLLM", *told]])
+    cells = [f"{ratio:.2f}" for ratio in ratios.values()]
+    return table(["requests at a time", *ratios], [["over bare vLLM", *cells]])
