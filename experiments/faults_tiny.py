@@ -82,7 +82,7 @@ def what_stock_does(target: Path, drafter: Path, fault: Fault) -> str:
     )
     if "RESULT " in ended.stdout:
         return "serves, no error"
-    moment = "dies at the first request" if "STARTED" in ended.stdout else "does not start"
+    moment = "crashes at the first request" if "STARTED" in ended.stdout else "does not start"
     # Tracebacks of a worker carry its rank.
     line = r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)"
     errors = re.findall(line, ended.stderr, re.MULTILINE)
@@ -101,8 +101,8 @@ def what_leadout_says(target: Path, drafter: Path, fault: Fault) -> str:
         note for note in plan.notes if not note.startswith("K = ") and "batched-tokens" not in note
     ]
     if fault.rule is None:
-        return "serves; only acceptance can tell"
-    return ("puts it right: " if fault.mended else "serves and warns: ") + "; ".join(said)
+        return "serves; only acceptance shows it"
+    return ("corrects it: " if fault.mended else "serves and warns: ") + "; ".join(said)
 
 
 def _without_paths(words: str) -> str:

@@ -2,8 +2,8 @@
 
     python docs/build/fill_docs.py
 
-A page has `<!-- results: NAME -->` and `<!-- end -->`; what stands between is made here. A test
-makes it again and compares, so a table cannot say other than the results do.
+The text between `<!-- results: NAME -->` and `<!-- end -->` of a page is generated here. A test
+generates it again and compares, so that no table can differ from the results.
 """
 
 import re

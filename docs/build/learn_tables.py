@@ -5,13 +5,21 @@ from typing import Any
 from result_tables import result, table
 
 
+# Names for keys of results/learn/capture.json.
+_CAPTURED = {"capture": "every request", "refusing disk": "every request, disk refuses writes"}
+_CPU_TIME = {
+    "at the end of a request": "CPU time when requests end",
+    "in its thread": "CPU time of the capture thread",
+}
+
+
 def run() -> str:
-    """The run in words: how much it saw, how long it took, what broke."""
+    """A sentence on the run: amount of data, duration, gain, failures."""
     found = result("learn/smollm2.json")
     adapted, traffic = found["learnt"]["adaptation"], found["traffic"]
     return (
-        f"{adapted['traffic_requests']} of {traffic['requests']} captured requests and as much "
-        f"replay, {found['training_minutes']:.0f} minutes of training on two cores, "
+        f"{adapted['traffic_requests']} of {traffic['requests']} captured requests and the "
+        f"same amount of replay, {found['training_minutes']:.0f} minutes of training on two cores, "
         f"{found['cycle_minutes']:.0f} with the gate. Acceptance length on unseen requests of the "
         f"new kind: {found['acceptance_before']:.2f} before, {found['acceptance_after']:.2f} after "
         f"({_percent(found['gain'])}). Failed requests: {found['failed_requests']}. Changed "
@@ -36,13 +44,13 @@ def gate() -> str:
     rows = [
         (
             each["name"],
-            "passes" if each["passed"] else "is stopped",
+            "passed" if each["passed"] else "rejected",
             _change(each["traffic"] and each["traffic"]["change"]),
             _change(each["base"] and each["base"]["change"]),
         )
         for each in result("learn/gate.json")["candidates"]
     ]
-    return table(("candidate", "the gate", "on the newest traffic", "on the base"), rows)
+    return table(("candidate", "gate", "newest traffic", "base"), rows)
 
 
 def swaps() -> str:
@@ -51,8 +59,8 @@ def swaps() -> str:
     rows = [
         ("swaps, greedy answers", f"{found['swaps']}, {found['answers']}"),
         ("failed requests", found["failed_requests"]),
-        ("answers unlike bare vLLM's", found["changed_answers"]),
-        ("a swap in the worker", f"{_ms(min(pauses))} to {_ms(max(pauses))}"),
+        ("answers that differ from bare vLLM's", found["changed_answers"]),
+        ("duration of a swap in the worker", f"{_ms(min(pauses))} to {_ms(max(pauses))}"),
         ("longest gap between tokens at a swap", _ms(found["longest_gap_at_a_swap"])),
         ("longest gap elsewhere", _ms(found["longest_gap_elsewhere"])),
         ("median gap elsewhere", _ms(found["median_gap_elsewhere"])),
@@ -64,15 +72,15 @@ def capture() -> str:
     found = result("learn/capture.json")
     rows = [
         (
-            arm if arm == "refusing disk" else "every request",
+            _CAPTURED[arm],
             f"{ratio['median']:.3f} ({ratio['interval'][0]:.3f} to {ratio['interval'][1]:.3f})",
             *(f"{share:.4%}" for share in found["share_of_the_time"][arm].values()),
         )
         for arm, ratio in found["ratio"].items()
     ]
+    heads = ("captured", "throughput relative to no capture (95% interval)")
     shares = next(iter(found["share_of_the_time"].values()))
-    cells = [f"processor time {where}" for where in shares]
-    return table(("captured", "throughput over none (95%)", *cells), rows)
+    return table([*heads, *(_CPU_TIME[where] for where in shares)], rows)
 
 
 def _interval(interval: Any) -> str:

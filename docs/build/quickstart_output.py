@@ -1,6 +1,6 @@
-"""What the commands of the quickstart printed, from the results they wrote; see fill_docs.py.
+"""The output of the quickstart's commands, from the results they wrote; see fill_docs.py.
 
-run_quickstart.py runs the commands and keeps the results in results/quickstart.
+run_quickstart.py runs the commands and stores their results in results/quickstart.
 """
 
 import io
@@ -73,7 +73,7 @@ def plan() -> str:
 
 
 def serve() -> str:
-    """A server, an answer, and the gauges after it."""
+    """A server, one answer, and the gauges afterwards."""
     answer = json.loads((RESULTS / "answer.json").read_text())
     lines = json.dumps(answer, indent=4).splitlines(keepends=True)
     shown = "".join(x for x in lines if '"content"' in x or '"completion_tokens"' in x)
@@ -84,7 +84,7 @@ def serve() -> str:
         ("curl -s localhost:8000/metrics | grep ^leadout:", (RESULTS / "metrics.txt").read_text()),
         ("kill %1", ""),
     ]
-    return "```console\n" + "".join(f"$ {word}\n{told}" for word, told in steps) + "```"
+    return "```console\n" + "".join(f"$ {command}\n{printed}" for command, printed in steps) + "```"
 
 
 def _printed(show: Callable[[Console], None]) -> str:

@@ -1,4 +1,4 @@
-"""Tables of the documentation from committed results; see fill_docs.py."""
+"""Tables on speed, acceptance, faults, training and live control; see fill_docs.py."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-# Speed.
+# Speed
 
 
 def step_costs() -> str:
@@ -33,8 +33,8 @@ def step_costs() -> str:
         )
         for load in LOADS
     ]
-    heads = ("requests at a time", "a step of the target alone")
-    return table([*heads, "the same, verifying 5 drafts each", "making the drafts"], rows)
+    heads = ("concurrent requests", "target step without drafts")
+    return table([*heads, "verifying 5 drafts per request", "drafting"], rows)
 
 
 def break_even() -> str:
@@ -55,14 +55,14 @@ def break_even() -> str:
                 f"{length * bare / step:.2f}",
             )
         )
-    heads = ("requests at a time", "bare step", "step with K = 5", "break-even AL")
+    heads = ("concurrent requests", "bare step", "step with K = 5", "break-even AL")
     return table([*heads, "AL with K = 5", "predicted speed-up"], rows)
 
 
 def tuned_table() -> str:
     ranges = result("bench/smollm2-tuned.json")["table"]
     rows = [(f"{a} to {b}" if a < b else a, k) for a, b, k in ranges]
-    return table(("requests at a time", "K"), rows)
+    return table(("concurrent requests", "K"), rows)
 
 
 def bench_means() -> str:
@@ -72,7 +72,7 @@ def bench_means() -> str:
     for arm in dict.fromkeys(mean["arm"] for mean in bench["geometric_means"]):
         found = {m["concurrency"]: m for m in bench["geometric_means"] if m["arm"] == arm}
         rows.append([arm, *(_spread(found[load]["speedup_spread"]) for load in loads)])
-    return table(["requests at a time", *map(str, loads)], rows)
+    return table(["concurrent requests", *map(str, loads)], rows)
 
 
 def bench_sets() -> str:
@@ -86,7 +86,7 @@ def bench_sets() -> str:
             if cell["prompt_set"] == name and cell["arm"] == "tuned"
         }
         rows.append([name, *(_spread(found[load]) for load in loads)])
-    return table(["`tuned`, requests at a time", *map(str, loads)], rows)
+    return table(["`tuned`, concurrent requests", *map(str, loads)], rows)
 
 
 def bench_rounds() -> str:
@@ -94,9 +94,9 @@ def bench_rounds() -> str:
     rounds = bench["settings"]["rounds"]
     near = bench["prediction"]["within_15_percent"]
     return (
-        f"Median of {rounds} rounds, with the smallest and the largest. For {near:.0%} of "
-        f"{bench['prediction']['cells']} cells the tuned file's cost curves, given the acceptance "
-        "measured in the cell, predict the speed-up to within 15%."
+        f"Median of {rounds} rounds, with minimum and maximum in brackets. In {near:.0%} of "
+        f"{bench['prediction']['cells']} cells the cost model of the tuned file, given the "
+        "acceptance measured in the cell, predicts the speed-up to within 15%."
     )
 
 
@@ -104,7 +104,7 @@ def profile() -> str:
     by_load = result("bench/profile.json")["by_batch_size"]
     parts = by_load["1"]
     rows = [[part, *(f"{by_load[load][part]:.1f}" for load in by_load)] for part in parts]
-    return table(["milliseconds, requests at a time", *by_load], rows)
+    return table(["milliseconds, concurrent requests", *by_load], rows)
 
 
 def overhead() -> str:
@@ -118,7 +118,7 @@ def overhead() -> str:
         )
         for name, each in ratios.items()
     ]
-    return table(("requests at a time", "Leadout over stock", "quartiles", "rounds"), rows)
+    return table(("concurrent requests", "Leadout / stock vLLM", "quartiles", "rounds"), rows)
 
 
 def _ms(interval: Any) -> str:
@@ -129,7 +129,7 @@ def _spread(spread: Any) -> str:
     return f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
 
 
-# Acceptance and correctness.
+# Acceptance and correctness
 
 
 def acceptance_sets() -> str:
@@ -139,7 +139,7 @@ def acceptance_sets() -> str:
         (name, each["prompts"], f"{each['served']:.2f}", f"{each['predicted']:.2f}")
         for name, each in best_first
     ]
-    return table(("prompts", "number", "served", "predicted by validation"), rows)
+    return table(("prompt set", "prompts", "served", "predicted by validation"), rows)
 
 
 def lossless() -> str:
@@ -172,24 +172,24 @@ def training() -> str:
     text = result("data/kill.json")
     blocks = blocks_of(run)
     rows = [
-        ("text", f"{run['data_response_tokens']:,} tokens of {run['data_samples']:,} answers"),
+        ("training text", f"{run['data_response_tokens']:,} tokens of {run['data_samples']:,} answers"),
         ("training", f"{run['training_minutes']:.0f} minutes, {blocks:,} blocks"),
         (
-            "peak memory, then with ten times the data",
+            "peak memory; with ten times the data",
             f"{kept['disk']['small']['peak_mib']:.0f} MiB, "
             f"{kept['disk']['large']['peak_mib']:.0f} MiB (a tiny target)",
         ),
         (
             f"training killed {len(kills['kills'])} times and resumed",
-            f"largest difference of a weight: {kills['largest_difference_in_best.safetensors']:g}",
+            f"largest difference in any weight: {kills['largest_difference_in_best.safetensors']:g}",
         ),
         (
             f"data killed {len(text['kills'])} times and resumed",
-            f"{text['samples']} samples, of them {text['missing']} missing and "
+            f"{text['samples']} samples, {text['missing']} missing, "
             f"{text['different']} different",
         ),
     ]
-    return table(("what", "measured"), rows)
+    return table(("", "measured"), rows)
 
 
 def blocks_of(run: Any) -> int:
@@ -211,8 +211,8 @@ def control() -> str:
             f"{part['worst']['of_oracle']:.3f}",
         )
         for name, part in (
-            ("traffic that the constants were chosen on", simulated["chosen_on"]),
-            ("other traffic", simulated["held_out"]),
+            ("traffic used to choose the constants", simulated["chosen_on"]),
+            ("held-out traffic", simulated["held_out"]),
         )
     ]
     heads = ("simulated", f"cells with at least {simulated['bound']} of the oracle")
@@ -231,10 +231,10 @@ def live() -> str:
         for load, each in ratios.items()
     ]
     heads = [f"over {arm}" for arm in arms]
-    return table(["requests at a time", *heads, "worst kind, over the best fixed K"], rows)
+    return table(["concurrent requests", *heads, "worst kind of text, over the best fixed K"], rows)
 
 
 def live_useless() -> str:
     ratios = result("live/smollm2.json")["useless"]["ratios"]
     cells = [f"{ratio:.2f}" for ratio in ratios.values()]
-    return table(["requests at a time", *ratios], [["over bare vLLM", *cells]])
+    return table(["concurrent requests", *ratios], [["over bare vLLM", *cells]])

@@ -1,10 +1,11 @@
-"""Run the quickstart's commands in full, and keep what they wrote for the page.
+"""Run the quickstart's commands in full and store their results for the page.
 
     python docs/build/run_quickstart.py TARGET [--only check tune bench serve]
 
-TARGET is the folder that examples/make_smollm2.py makes. The commands run in a folder of their own,
-where it is called `smollm2` as on the page. Results go to results/quickstart; then
-docs/build/fill_docs.py puts them into docs/quickstart.md. A quarter of an hour on two cores.
+TARGET is the folder that examples/make_smollm2.py makes. The commands run in a temporary folder, in
+which the target is called `smollm2` as on the page. Results are written to results/quickstart;
+docs/build/fill_docs.py then puts them into docs/quickstart.md. Takes a quarter of an hour on two
+cores.
 """
 
 import argparse
@@ -28,24 +29,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("target", type=Path)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "smollm2").symlink_to(asked.target.resolve())
+        (folder / "smollm2").symlink_to(arguments.target.resolve())
         for shared in ("drafters", "examples"):
             (folder / shared).symlink_to(ROOT / shared)
-        if "check" in asked.only:
+        if "check" in arguments.only:
             run(f"{CHECK} --save check.json", folder)
             shutil.copy(folder / "check.json", RESULTS)
-        if "tune" in asked.only:
+        if "tune" in arguments.only:
             run(TUNE, folder)
             shutil.copy(folder / "tuned.json", RESULTS)
         shutil.copy(RESULTS / "tuned.json", folder)
-        if "bench" in asked.only:
+        if "bench" in arguments.only:
             run(BENCH, folder)
             shutil.copy(folder / "bench" / "results.json", RESULTS / "bench.json")
-        if "serve" in asked.only:
+        if "serve" in arguments.only:
             serve(folder)
 
 
@@ -58,7 +59,7 @@ def run(command: str, folder: Path) -> str:
 
 
 def serve(folder: Path) -> None:
-    """The plan, one answer, and the gauges after it."""
+    """The plan, one answer, and the gauges afterwards."""
     plan = run(f"{SERVE} --plan 2>&1", folder)
     (RESULTS / "plan.txt").write_text(re.sub(r"/\S*/python[\d.]*", "python", plan))
     flags = FLAGS.partition(" --port")[0]

@@ -1,4 +1,4 @@
-"""Tables on scale: what was measured here, and what is arithmetic; see fill_docs.py."""
+"""Tables on scale: measured for a small model, computed for a large one; see fill_docs.py."""
 
 import json
 import statistics
@@ -19,7 +19,7 @@ def bytes_per_token() -> str:
     rows = [
         ("text as token ids, at most 6 digits and a comma", "up to 7", "up to 7"),
         (
-            "target states kept on disk: (taps + 1) x width x 2",
+            "target states on disk: (taps + 1) x width x 2",
             f"{(taps + 1) * hidden * 2:,}",
             f"{(LARGE['taps'] + 1) * LARGE['hidden'] * 2:,}",
         ),
@@ -48,10 +48,10 @@ def seconds_per_million() -> str:
     per_block = 60 * run["training_minutes"] / blocks_of(run)
     step = result("control/simulator.json")["decision_microseconds"]["64"]["decide_median"]
     rows = [
-        ("write a million tokens, 16 at a time", f"{1e6 / statistics.median(rates):,.0f} s"),
-        ("read a million tokens", f"{1e6 * tuned['prefill_bare']['per_token']:,.0f} s"),
+        ("generate a million tokens, 16 requests at a time", f"{1e6 / statistics.median(rates):,.0f} s"),
+        ("prefill a million tokens", f"{1e6 * tuned['prefill_bare']['per_token']:,.0f} s"),
         ("train on a million blocks", f"{1e6 * per_block:,.0f} s"),
-        ("live control, one decision for 64 requests", f"{step:.0f} microseconds"),
+        ("one decision of live control for 64 requests", f"{step:.0f} microseconds"),
     ]
     return table(("SmolLM2-135M on two CPU cores", "time"), rows)
 
@@ -63,16 +63,16 @@ def large_drafter() -> str:
         [
             ("weights", f"{weights / 1e9:.2f} billion"),
             ("file, bfloat16", f"{2 * weights / 1e9:.1f} GB"),
-            ("checkpoint of a run, 16 bytes a weight", f"{16 * weights / 1e9:.0f} GB"),
-            ("gradients that ranks add up at a step, float32", f"{4 * weights / 1e9:.1f} GB"),
-            ("states of a million tokens, if kept", f"{_states(1e6) / 1e9:.0f} GB"),
-            ("states of 800 million tokens, if kept", f"{_states(8e8) / 1e12:.0f} TB"),
+            ("checkpoint of a run, 16 bytes per weight", f"{16 * weights / 1e9:.0f} GB"),
+            ("gradients summed over ranks per step, float32", f"{4 * weights / 1e9:.1f} GB"),
+            ("states of a million tokens, if stored", f"{_states(1e6) / 1e9:.0f} GB"),
+            ("states of 800 million tokens, if stored", f"{_states(8e8) / 1e12:.0f} TB"),
         ],
     )
 
 
 def large_drafter_weights() -> int:
-    """Projections of the layers and `fc`; norms are too small to count."""
+    """Projections of the layers and `fc`; norms are negligible."""
     hidden = LARGE["hidden"]
     layer = 2 * hidden * hidden + 2 * hidden * LARGE["kv"] + 3 * hidden * LARGE["ffn"]
     return LARGE["draft_layers"] * layer + LARGE["taps"] * hidden * hidden
@@ -83,7 +83,7 @@ def _states(tokens: float) -> float:
 
 
 def fleet() -> str:
-    """1,000 replicas of 4 GPUs that each write 2,000 tokens per second."""
+    """1,000 replicas of 4 GPUs that each generate 2,000 tokens per second."""
     replicas, rate, k = 1000, 2000, 7
     captured = replicas * rate // 100
     drafter = 2 * large_drafter_weights()
@@ -91,19 +91,19 @@ def fleet() -> str:
         ("1,000 replicas of 4 GPUs, 2,000 tokens per second each", ""),
         [
             (
-                f"series of Leadout in Prometheus, K = {k}: 1 + K + 5 a replica",
+                f"Prometheus series of Leadout, K = {k}: 1 + K + 5 per replica",
                 f"{replicas * (6 + k):,}",
             ),
-            ("tuned files", "1 for each kind of machine"),
-            ("tokens captured per second at a share of 1%", f"{captured:,}"),
+            ("tuned files", "1 per kind of machine"),
+            ("tokens captured per second, with 1% of requests", f"{captured:,}"),
             (
-                "written by the whole fleet for that, 7 bytes a token",
+                "capture files of the whole fleet, 7 bytes per token",
                 f"{7 * captured / 1e3:,.0f} kB/s",
             ),
-            ("a day of it", f"{7 * captured * 86400 / 1e9:.0f} GB"),
+            ("the same per day", f"{7 * captured * 86400 / 1e9:.0f} GB"),
             ("seconds until a million tokens are captured", f"{1e6 / captured:.0f}"),
             (
-                "read from storage when all take a new drafter",
+                "read from storage when all replicas load a new drafter",
                 f"{replicas * drafter / 1e12:.1f} TB",
             ),
         ],

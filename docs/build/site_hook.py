@@ -1,7 +1,7 @@
-"""What the built site adds to docs/: the help of every command, and linked files outside docs/.
+"""Adds to the built site the help of every command and the linked files outside docs/.
 
-A link to `../results/bench/smollm2.json` is right when the page is read in the repository. In the
-built site that file is elsewhere, so it is copied and the link is rewritten.
+A link to `../results/bench/smollm2.json` is correct when the page is read in the repository. The
+built site does not contain that file, so the file is copied and the link is rewritten.
 """
 
 import posixpath
@@ -22,7 +22,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def outside(page: str, link: str) -> str | None:
-    """The path from the repository's root, if the link of this page leaves docs/."""
+    """The path from the repository's root if this link of the page leaves docs/, else None."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
     return None if path.startswith("docs/") else path
 
@@ -36,7 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
             if path is not None and (ROOT / path).is_file():
                 linked.add(path)
     for path in sorted(linked):
-        # As it is: a page of the site is made of docs/ only.
+        # Copied unchanged: only files in docs/ become pages of the site.
         content = (ROOT / path).read_bytes()
         files.append(File.generated(config, f"{COPIED}/{plain(path)}", content=content))
     return files
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def rewrite(found: re.Match[str]) -> str:
         path = outside(page.file.src_uri, found[2])
         if path is None or not (ROOT / path).is_file():
-            return found[0]  # mkdocs reports it, if it is dead
+            return found[0]  # mkdocs reports a dead link
         return found[1] + posixpath.relpath(f"{COPIED}/{plain(path)}", here or ".")
 
     return _LINK.sub(rewrite, markdown.replace(COMMANDS, commands()))
@@ -65,5 +65,5 @@ def commands() -> str:
 
 
 def plain(path: str) -> str:
-    """Under a name that a browser shows instead of rendering or running it."""
+    """A name that makes browsers show the file as text instead of rendering or downloading it."""
     return path if path.endswith((".html", ".json", ".svg", ".txt")) else f"{path}.txt"

@@ -1,4 +1,4 @@
-"""Tables on what was tried in training; see fill_docs.py."""
+"""Tables on training experiments; see fill_docs.py."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from result_tables import result, table
 
 def ablations() -> str:
     found = result("train/ablations.json")
-    families = {"goes on": "a half-trained drafter", "starts anew": "nothing"}
+    families = {"goes on": "a half-trained drafter", "starts anew": "scratch"}
     rows = [
         (families[each["family"]], name, f"{each['acceptance_length']:.3f}")
         for name, each in found["variants"].items()
@@ -16,14 +16,14 @@ def ablations() -> str:
 
 
 def first_weights() -> str:
-    """The shipped drafter's run beside an earlier one, which began with copies of target layers."""
-    began = {
+    """The shipped drafter's run, and an earlier one that started from copies of target layers."""
+    files = {
         "random weights": "train/smollm2.json",
         "target layers": "train/from_target_layers.json",
     }
     rows = [
         (name, f"{found['data_samples']:,}", f"{blocks:,}", f"{length:.2f}")
-        for name, found in ((name, result(file)) for name, file in began.items())
+        for name, found in ((name, result(file)) for name, file in files.items())
         for blocks, length in curve_of(found)
         if blocks in nearest(found)
     ]
@@ -31,7 +31,7 @@ def first_weights() -> str:
 
 
 def curve_of(found: Any) -> list[tuple[int, float]]:
-    """Held-out acceptance length by blocks seen, over the runs that follow on each other."""
+    """Held-out acceptance length by blocks seen, over consecutive runs."""
     curve, before = [], 0
     for part in found["runs"]:
         per_step = part["settings"]["batch_sequences"] * part["settings"]["anchors"]
@@ -42,7 +42,7 @@ def curve_of(found: Any) -> list[tuple[int, float]]:
 
 
 def nearest(found: Any) -> set[int]:
-    """The validations next to whole millions of blocks, and the last one."""
+    """Blocks at the validations nearest to whole millions of blocks, and at the last one."""
     seen = [blocks for blocks, _ in curve_of(found)]
     marks = range(1_000_000, seen[-1], 1_000_000)
     return {min(seen, key=lambda blocks: abs(blocks - mark)) for mark in marks} | {seen[-1]}
@@ -59,4 +59,4 @@ def against_speculators() -> str:
         )
         for name, each in sorted(arms.items(), key=lambda arm: -arm[1]["acceptance_length"])
     ]
-    return table(("trainer", "held-out acceptance length", "blocks", "processor minutes"), rows)
+    return table(("trainer", "held-out acceptance length", "blocks", "CPU minutes"), rows)

@@ -37,7 +37,7 @@ EXIT_CODES = {"leadout bench": UNDECIDED}  # one round has no confidence interva
 STABLE = {
     "leadout env": ["Leadout environment", "model runner", "accelerators", "Commands", "yes"],
     "leadout inspect": [],  # compared as a whole
-    "leadout check": ["Acceptance length: tokens for each step of the target", "Parity:"],
+    "leadout check": ["Acceptance length: tokens per step of the target", "Parity:"],
     "leadout tune": [],
     "leadout bench": ["Speed-up over bare vLLM", "wrote bench/report.html"],
     "leadout serve --plan": ["--speculative-config"],

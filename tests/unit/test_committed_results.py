@@ -66,7 +66,7 @@ def test_the_fault_table_is_that_of_its_result_file() -> None:
     # Stock vLLM lets many of them through, and Leadout none that files can show.
     assert sum(row["stock"] == "serves, no error" for row in rows) >= 8
     for row in rows:
-        says_so = row["leadout"].startswith(("refuses: ", "puts it right: ", "serves and warns: "))
+        says_so = row["leadout"].startswith(("refuses: ", "corrects it: ", "serves and warns: "))
         assert says_so is (row["rule"] is not None)
 
 
