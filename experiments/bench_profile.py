@@ -2,8 +2,8 @@
 
     python experiments/bench_profile.py TARGET DRAFTER --out FILE
 
-One engine in this process; the methods of its own objects are timed, so parts that contain others
-are told without them. `rest` is all that no part accounts for: scheduling, inputs, bookkeeping.
+One engine runs in this process, and methods of its objects are timed. The time of a part excludes
+the parts inside it. `rest` is the remaining time of a step: scheduling, inputs, bookkeeping.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Clock:
         self._open: list[float] = []
 
     def time(self, thing: Any, method: str, part: str) -> None:
-        """From now on, `thing.method` counts as `part`."""
+        """Count the time of `thing.method` as `part` from now on."""
         whole = getattr(thing, method)
 
         def timed(*arguments: Any, **settings: Any) -> Any:

@@ -1,12 +1,12 @@
-"""The shipped drafter against bare vLLM, and a random drafter that must not cost anything.
+"""Speed-up of the shipped drafter over bare vLLM, and of a random drafter, which must cost nothing.
 
     python experiments/bench_smollm2.py TARGET PROMPTS_FOLDER DATA_FOLDER WORK_FOLDER
 
 Seven prompt sets at four concurrencies. `fixed` is vLLM's own DFlash with all drafts of the block.
-`tuned` is that drafter as Leadout would serve it: it drafts only the tokens that are frequent in
-DATA_FOLDER, the answers that it was trained on, and as many of them as a table of `leadout tune`
-says. Then a drafter of the same shape with random weights on two sets. About forty minutes on two
-idle cores; a second call continues where the first stopped.
+`tuned` is that drafter as Leadout would serve it: with a draft vocabulary of the tokens that are
+frequent in DATA_FOLDER, the answers that it was trained on, and with the draft lengths of `leadout
+tune`. Then follows a drafter of the same shape with random weights on two sets. Takes about forty
+minutes on two idle cores; a second call continues where the first stopped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write_reduced(folder: Path, target: Path, data: Path) -> None:
 
 
 def write_random(folder: Path) -> None:
-    """The shape of the shipped drafter, nothing of what it has learnt."""
+    """A drafter with the shape of the shipped one and random weights."""
     config = read_checkpoint(SHIPPED).config
     torch.manual_seed(0)
     drafter = Drafter(config)
@@ -93,7 +93,7 @@ def tune(name: str, drafter: Path, target: Path, work: Path) -> Path:
 
 
 def keep_record(tuned: Path) -> None:
-    """A copy for the repository: folders of this machine mean nothing elsewhere."""
+    """A copy for the repository, without the folders of this machine."""
     found = read_tuned(tuned)
     models = {
         part: model.model_copy(update={"name": last_part(model.name)})

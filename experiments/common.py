@@ -79,8 +79,8 @@ class KillableCommand(ABC):
         self._log = log
 
     @abstractmethod
-    def words(self) -> list[Any]:
-        """The command line; asked at every start."""
+    def command_line(self) -> list[Any]:
+        """The command line; called at every start."""
 
     @abstractmethod
     def progress(self) -> object:
@@ -89,7 +89,7 @@ class KillableCommand(ABC):
     def start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                self.words(), stdout=log, stderr=log, env={**os.environ, **ONE_THREAD}
+                self.command_line(), stdout=log, stderr=log, env={**os.environ, **ONE_THREAD}
             )
 
     def wait_for_progress(self, process: subprocess.Popen[bytes]) -> None:

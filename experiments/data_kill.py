@@ -42,7 +42,7 @@ class DataCommand(KillableCommand):
         self.out = folder / out
         self.shard = shard_path(self.out, 1, 1)
 
-    def words(self) -> list[Any]:
+    def command_line(self) -> list[Any]:
         words = [sys.executable, "-m", "leadout", "data", self._folder / "target", "--resume"]
         return [*words, "--prompts", self._folder / "asked.jsonl", "--out", self.out, *FLAGS]
 
@@ -59,15 +59,15 @@ def main() -> None:
         folder = Path(name)
         write_tiny_chat_target(folder / "target")
         write_prompts(folder / "asked.jsonl")
-        undisturbed, disturbed = DataCommand(folder, "whole"), DataCommand(folder, "killed")
-        seconds = undisturbed.run_to_the_end()
-        print(f"undisturbed: {seconds[0]:.1f} s to the first sample, {seconds[1]:.1f} s more")
-        kills = kill_again_and_again(disturbed, *seconds, random.Random(arguments.seed))
-        disturbed.run_to_the_end()
+        uninterrupted, interrupted = DataCommand(folder, "whole"), DataCommand(folder, "killed")
+        seconds = uninterrupted.run_to_the_end()
+        print(f"uninterrupted: {seconds[0]:.1f} s to the first sample, {seconds[1]:.1f} s more")
+        kills = kill_again_and_again(interrupted, *seconds, random.Random(arguments.seed))
+        interrupted.run_to_the_end()
         result = {
             "seed": arguments.seed,
             "kills": kills,
-            **compare(DataFolder(undisturbed.out), DataFolder(disturbed.out)),
+            **compare(DataFolder(uninterrupted.out), DataFolder(interrupted.out)),
         }
     write_result(arguments.out, result)
     sys.exit(0 if result["equal"] else 1)
@@ -107,18 +107,18 @@ def kill_again_and_again(
     return kills
 
 
-def compare(undisturbed: DataFolder, disturbed: DataFolder) -> dict[str, object]:
+def compare(uninterrupted: DataFolder, interrupted: DataFolder) -> dict[str, object]:
     """Compare every sample of both; reading them rejects duplicates."""
-    expected = {sample.id: sample for sample in undisturbed.samples()}
-    found = {sample.id: sample for sample in disturbed.samples()}
+    expected = {sample.id: sample for sample in uninterrupted.samples()}
+    found = {sample.id: sample for sample in interrupted.samples()}
     return {
         "samples": len(expected),
-        "response_tokens": undisturbed.response_tokens,
+        "response_tokens": uninterrupted.response_tokens,
         "samples_after_kills": len(found),
         "missing": len(expected.keys() - found.keys()),
         "different": sum(found[name] != expected[name] for name in expected.keys() & found.keys()),
-        "same_manifest": disturbed.manifests == undisturbed.manifests,
-        "equal": found == expected and disturbed.content_hash() == undisturbed.content_hash(),
+        "same_manifest": interrupted.manifests == uninterrupted.manifests,
+        "equal": found == expected and interrupted.content_hash() == uninterrupted.content_hash(),
     }
 
 

@@ -1,10 +1,10 @@
-"""What capturing every request costs: throughput with it, with a disk that refuses, and without.
+"""The cost of capturing every request: throughput with and without it, and with a failing disk.
 
-One engine answers the same prompts again and again; whether its scheduler captures changes from
-turn to turn, so that nothing else differs. The disk refuses because a file stands where the folder
-would have to be: every write ends in an OSError, as on a full disk. A ratio is within one round. As
-rounds differ by more than capture costs, its processor time is told too: what it adds to the moment
-in which the scheduler lets go of a request, and what its thread takes, both as shares of the time.
+One engine answers the same prompts repeatedly. Capture is switched on and off between turns, so
+that nothing else differs. The failing disk is simulated by a file with the name of the capture
+folder: every write raises an OSError, as on a full disk. Each ratio is taken within one round.
+Rounds differ by more than the cost of capture, so its CPU time is measured too: in the scheduler
+when a request ends, and in the capture thread, both as shares of the elapsed time.
 
     python experiments/learn_capture.py TARGET DRAFTER PROMPTS --out results/learn/capture.json
 """
@@ -58,17 +58,17 @@ def main() -> None:
             "refusing disk": make_capture(config_with(llm, Path(__file__) / "capture")),
         }
         rates: list[dict[str, float]] = []
-        ends = EndsOfRequests(scheduler)
+        ends = RequestEndTimer(scheduler)
         for number in track(range(arguments.rounds + WARM_UP), description="rounds"):
             if number == WARM_UP:
                 ends.seconds.clear()
-            asked = [turns[(number * REQUESTS + place) % len(turns)] for place in range(REQUESTS)]
+            prompts = [turns[(number * REQUESTS + place) % len(turns)] for place in range(REQUESTS)]
             first = number % len(ARMS)
             row = {}
             for arm in (*ARMS[first:], *ARMS[:first]):
                 scheduler._capture = captures[arm]
                 ends.arm = arm
-                row[arm] = tokens_per_second(llm, asked, TOKENS)
+                row[arm] = tokens_per_second(llm, prompts, TOKENS)
                 time.sleep(0.1)  # the writer ends with its own turn
             rates.append(row)
         rates = rates[WARM_UP:]
@@ -100,8 +100,8 @@ def main() -> None:
     print(json.dumps(result["ratio"], indent=1), shares, numbers, written)
 
 
-class EndsOfRequests:
-    """Seconds in the call in which the scheduler lets go of a request, by arm."""
+class RequestEndTimer:
+    """Seconds that the scheduler spends on ending requests, by arm."""
 
     def __init__(self, scheduler: Any) -> None:
         self.arm = ARMS[0]
@@ -119,7 +119,7 @@ class EndsOfRequests:
 
 
 def processor_seconds(thread: Thread) -> float:
-    """Since its start, so with the rounds that warm up."""
+    """CPU seconds of the thread since its start, warm-up rounds included."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
@@ -136,7 +136,7 @@ def start(target: str, drafter: Path, folder: Path) -> Any:
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=REQUESTS,
-        enable_prefix_caching=False,  # every turn of a round has the same work
+        enable_prefix_caching=False,  # all turns of a round have the same prompts
         scheduler_cls=SCHEDULER,
         additional_config=with_section({}, CAPTURE, settings),
         speculative_config={
@@ -148,7 +148,7 @@ def start(target: str, drafter: Path, folder: Path) -> Any:
 
 
 def config_with(llm: Any, folder: Path) -> Any:
-    """The engine's own settings, but for where to capture to."""
+    """The engine's own settings with another capture folder."""
     config = copy(llm.llm_engine.vllm_config)
     config.additional_config = with_section({}, CAPTURE, CaptureSettings(folder=folder))
     config.instance_id = f"{config.instance_id}-refusing"

@@ -2,8 +2,8 @@
 
     python experiments/learn_gate.py --out results/learn/gate.json
 
-On a tiny target whose drafter learns in seconds. Takes some minutes, as vLLM starts twice for every
-candidate whose files are in order.
+Uses a tiny target whose drafter learns in seconds. Takes some minutes, because vLLM starts twice
+for every candidate with valid files.
 """
 
 from __future__ import annotations

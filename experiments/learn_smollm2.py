@@ -152,7 +152,7 @@ class Loop:
     def send_traffic(self, url: str) -> dict[str, Any]:
         """Send the new traffic, all of which is captured."""
         asked = dict.fromkeys(ticket(prompt.turns[0]) for prompt in self._read("shift_train"))
-        # Without the descriptions of tools, a few are what is measured on.
+        # Without the tool descriptions, a few of them are in the measured set.
         unseen = {ticket(prompt.turns[0]) for prompt in self._read(PLAIN)} | {TICKET}
         texts = [text for text in asked if text not in unseen]
         prompts = [self._chat.prompt([text]) for text in texts[: self.requests]]
@@ -299,7 +299,7 @@ def write_result(
         "swaps": sum(event["event"] == "swapped" for event in events),
         "failed_requests": traffic["failed"] + sum(each["failed"] for each in measured),
         "changed_answers": proof["texts"] - proof["equal_texts"],
-        "compared_answers": proof["texts"],  # greedy, in float32, with and without the version
+        "compared_answers": proof["texts"],  # greedy, in float32, with and without this version
         "training_minutes": learnt["adaptation"]["minutes"],
         "cycle_minutes": learnt["seconds"] / 60,
         "traffic": traffic,

@@ -1,13 +1,13 @@
 """Swaps of the drafter under load: do answers change, do requests fail, how long is the pause?
 
-A bare server answers first. Then the same requests go, 8 at a time and over and over, to a server
-that follows a registry of two versions: the drafter, and the same with noise on its weights. It is
-told to swap between them. Every answer is held against the bare server's, in float32, and the time
-between any two pieces of a stream is kept:
+A bare server answers first. Then the same requests are sent repeatedly, 8 at a time, to a server
+that follows a registry of two versions: the drafter, and the same drafter with noise on its
+weights. The server is asked to swap between them. Every answer is compared with the bare server's,
+in float32, and the time between consecutive pieces of a stream is recorded:
 
     python experiments/learn_swaps.py TARGET DRAFTER PROMPTS --out results/learn/swaps.json
 
-`--tensor-parallel 2` runs two workers, for a target whose heads divide.
+`--tensor-parallel 2` runs two workers, for a target with an even number of heads.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SECRET = "only-on-this-machine"
 CLIENTS = 8
 TOKENS = 96
 PROMPTS = 32
-NOISE = 0.1  # of each tensor's own spread
-AROUND = 1.0  # a gap this close to a swap, in seconds, may be its doing
+NOISE = 0.1  # relative to the standard deviation of each tensor
+AROUND = 1.0  # seconds; a gap this close to a swap may be caused by it
 
 
 @dataclass
 class Streams:
-    """What the clients saw."""
+    """Answers, failures and gaps between tokens, as the clients saw them."""
 
     answers: list[tuple[int, list[int]]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -177,7 +177,7 @@ def in_parallel(
                 return
             try:
                 streams.answers.append((place, stream(server, prompts[place], streams)))
-            except Exception as error:  # any kind is a failed request
+            except Exception as error:  # every kind counts as a failed request
                 streams.failures.append(repr(error))
 
     clients = [threading.Thread(target=ask_on) for _ in range(CLIENTS)]
@@ -213,7 +213,7 @@ def stream(server: Server, prompt: str, streams: Streams) -> list[int]:
         last = now
         ids += new
     if len(ids) != TOKENS:
-        raise RuntimeError(f"found {len(ids)} tokens, wanted {TOKENS}")
+        raise RuntimeError(f"expected {TOKENS} tokens, got {len(ids)}")
     return ids
 
 
@@ -236,7 +236,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 def is_near(ended: float, gap: float, swaps: list[tuple[float, float]]) -> bool:
-    """Whether a gap overlaps a swap, or what follows it for a moment."""
+    """Whether a gap overlaps a swap or the moment after it."""
     return any(ended - gap < done + AROUND and ended > begun for begun, done in swaps)
 
 

@@ -2,15 +2,16 @@
 
     python experiments/live_smollm2.py TARGET DRAFTER TUNED RANDOM_DRAFTER PROMPTS_DIR WORK_DIR
 
-Servers stay up and take turns, so that the noise of the machine hits them alike; every ratio is
-taken within a round. Parts:
+All servers run throughout and are measured in turn, so that noise of the machine affects them
+alike; every ratio is taken within a round. Parts:
 
 - `traffic`: code, then translation, then grade-school mathematics, at concurrency 1 and 8, on bare
   vLLM, two fixed draft lengths, the tuned table and live control;
 - `useless`: a drafter with random weights under live control, against bare vLLM;
 - `copying`: categories of spec_bench under live control, with and without prompt lookup.
 
-TUNED is a file of `leadout tune` for DRAFTER. Parts that the result has already are not repeated.
+TUNED is a file of `leadout tune` for DRAFTER. Parts that are already in the result file are not
+repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OUT = Path(__file__).resolve().parents[1] / "results" / "live" / "smollm2.json"
 TRAFFIC_REQUESTS = {1: 4, 8: 16}  # of a phase, by concurrency
 USELESS_REQUESTS = {1: 3, 4: 4, 8: 8, 16: 16}
 CATEGORIES = ("summarization", "rag", "coding", "qa", "writing", "translation")
-COPYING_REQUESTS = 4
+PROMPT_LOOKUP_REQUESTS = 4
 TOKENS = 64
 Rates = dict[str, float]  # output tokens per second
 
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def write(found: dict[str, Any]) -> None:
-    """With the plain numbers first, as far as their parts are there."""
+    """The result with the summary numbers of the finished parts first."""
     if "useless" in found:
         found["useless_worst_ratio"] = min(found["useless"]["ratios"].values())
     if "traffic" in found:
@@ -100,9 +101,9 @@ def traffic(arguments: Any) -> dict[str, Any]:
 
 
 def traffic_ratios(rounds: Sequence[dict[str, Any]], concurrency: int) -> dict[str, Any]:
-    """Live against the best fixed length of each phase, and against every other arm on the whole.
+    """Ratios of live control to the best fixed length of each phase, and to every arm overall.
 
-    No drafts at all is a fixed length too. Phases have the same number of tokens.
+    Bare vLLM counts as a fixed length. Phases have the same number of tokens.
     """
     here = [each for each in rounds if each["concurrency"] == concurrency]
     by_round = {number: {e["arm"]: e["phases"] for e in here if e["round"] == number}
@@ -154,7 +155,7 @@ def copying(arguments: Any) -> dict[str, Any]:
     with stage(arguments, arms) as run:
         for number in track(range(arguments.rounds), description="prompt lookup"):
             for category in CATEGORIES:
-                texts = prompts_of(arguments, category, number, COPYING_REQUESTS)
+                texts = prompts_of(arguments, category, number, PROMPT_LOOKUP_REQUESTS)
                 rates = {arm: run(arm, texts, 1) for arm in rotated(list(arms), number)}
                 rounds.append({"round": number, "category": category, **rates})
     ratios = {
@@ -166,15 +167,15 @@ def copying(arguments: Any) -> dict[str, Any]:
 
 @contextmanager
 def stage(arguments: Any, arms: Mapping[str, list[str]]) -> Iterator[Any]:
-    """Running servers, and a function that loads one of them and gives its rate."""
+    """Running servers, and a function that measures the throughput of one of them."""
     flags = [*common_flags([16], len(arms), on_cpu=True), "--max-model-len", "2048"]
     with ExitStack() as stack:
         generator = stack.enter_context(LoadGenerator(arguments.work / "load.log"))
         servers = {}
-        for name, words in track(arms.items(), description="servers"):
+        for name, arm_flags in track(arms.items(), description="servers"):
             command = [sys.executable, "-m", "leadout", "serve", str(arguments.target)]
             log = arguments.work / f"{name}.log"
-            servers[name] = stack.enter_context(Server([*command, *words, *flags], log=log))
+            servers[name] = stack.enter_context(Server([*command, *arm_flags, *flags], log=log))
 
         def run(arm: str, texts: Sequence[str], concurrency: int) -> float:
             request = LoadRequest(
@@ -186,7 +187,7 @@ def stage(arguments: Any, arms: Mapping[str, list[str]]) -> Iterator[Any]:
             )
             return generator.run(request).tokens_per_second
 
-        for name in servers:  # all batch sizes once
+        for name in servers:  # every batch size once
             run(name, prompts_of(arguments, "gsm8k", 0, 16), 16)
         yield run
 
@@ -196,7 +197,7 @@ def draft_length(k: int) -> list[str]:
 
 
 def prompts_of(arguments: Any, kind: str, number: int, count: int) -> list[str]:
-    """First turns of a prompt set, or of a category of spec_bench; other ones in each round."""
+    """First turns of a prompt set or a spec_bench category; each round has different ones."""
     path = arguments.prompts / f"{kind}.jsonl"
     lines = (path if path.exists() else arguments.prompts / "spec_bench.jsonl").open()
     records = [json.loads(line) for line in lines]

@@ -1,8 +1,8 @@
-"""Prove that the reference decoding is lossless: same text with and without speculation.
+"""Show that reference decoding is lossless: the same text with and without speculation.
 
-Greedy, float32. Arms: each batch size, with a drafter of random weights (nearly all its drafts
-fall) and with an oracle that knows the text (all its drafts stand, so the acceptance length must be
-the block size). Writes one JSON file and fails if a single token differs.
+Greedy decoding in float32. Arms: each batch size, with a drafter of random weights (nearly all
+drafts are rejected) and with an oracle that knows the text (all drafts are accepted, so the
+acceptance length must be the block size). Writes one JSON file and fails if any token differs.
 
     python experiments/lossless_smollm2.py TARGET PROMPTS... --out results/lossless/smollm2.json
 
@@ -36,14 +36,14 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Oracle:
-    """Proposes the very text that plain decoding wrote."""
+    """Drafts exactly the text that plain decoding generated."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = torch.tensor(texts)  # [batch, length]
-        self._place: Tensor | None = None  # [batch] where in its text each anchor is
+        self._place: Tensor | None = None  # [batch] index of each anchor in its text
 
     def commit(self, states: Tensor, counts: Tensor) -> None:
-        # The first commit is the prompt; after it the anchor is the text's first token.
+        # The first commit is the prompt; the anchor is then the first token of the text.
         self._place = torch.zeros_like(counts) if self._place is None else self._place + counts
 
     def propose(self, anchors: Tensor, count: int) -> Proposal:
@@ -60,7 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("prompt_files", type=Path, nargs="+", metavar="PROMPTS")
-    parser.add_argument("--prompts", type=int, default=100, help="in all, taken in turn")
+    parser.add_argument(
+        "--prompts", type=int, default=100, help="in total, taken from the files in turn"
+    )
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--out", type=Path, required=True)
@@ -69,7 +71,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
     target = Target(model, layer_ids=_spread(model.config.num_hidden_layers))
     prompts = _read_prompts(arguments.target, arguments.prompt_files, arguments.prompts)
-    # Text beyond the limit lets the oracle fill its last block.
+    # The oracle needs text beyond the limit to fill its last block.
     longer = arguments.tokens + BLOCK_SIZE
 
     def write_plainly(batch: Prompts, _: int) -> list[Completion]:
@@ -136,7 +138,7 @@ def _read_prompts(target: Path, files: Sequence[Path], count: int) -> list[list[
     sets = [[json.loads(line)["turns"][0] for line in file.open()] for file in files]
     in_turn = [turn for turns in zip(*sets, strict=False) for turn in turns]
     if len(in_turn) < count:
-        sys.exit(f"--prompts {count}: found {len(in_turn)} in {len(files)} files")
+        sys.exit(f"--prompts {count}: the {len(files)} files have only {len(in_turn)}")
     return [
         list(
             tokenizer.apply_chat_template(
@@ -153,7 +155,7 @@ def _in_batches(
     run: Callable[[Prompts, int], list[Completion]],
     label: str,
 ) -> list[Completion]:
-    """`run` over batches of prompts, each with the place of its first prompt."""
+    """Call `run` for batches of prompts, with the index of the first prompt of each."""
     done: list[Completion] = []
     for start in track(range(0, len(prompts), size), description=label):
         done += run(prompts[start : start + size], start)

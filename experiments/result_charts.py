@@ -1,8 +1,8 @@
-"""Draw the charts and pages beside committed results, from their JSON files.
+"""Draw the charts and pages next to committed results from their JSON files.
 
     python experiments/result_charts.py
 
-Experiments draw their own; this draws all of them again after a change of the charts.
+Experiments draw their own charts; this script draws all of them again after a change of the style.
 """
 
 import json

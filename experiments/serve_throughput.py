@@ -1,9 +1,9 @@
-"""Throughput with Leadout's drafter class over that of vLLM's own, for the same drafter.
+"""Throughput with Leadout's draft-model class relative to vLLM's own, for the same drafter.
 
-Both engines live in one process and answer the same prompts in turn, a second or two each, so that
-the noise of the machine hits both alike. Which engine was built first matters to its memory, so
-there are two such processes, one in each order. All draft layers are given the key norm of the
-first, for on CPUs vLLM's own class would draft other tokens otherwise:
+Both engines run in one process and answer the same prompts in turn, a second or two each, so that
+noise of the machine affects both alike. Which engine was built first affects its memory, so there
+are two such processes, one in each order. All draft layers get the key norm of the first layer,
+because on CPUs vLLM's own class would otherwise draft other tokens:
 
     python experiments/serve_throughput.py TARGET DRAFTER PROMPTS --out FILE
 """
@@ -32,7 +32,7 @@ CLASSES = {
     "leadout": "leadout.engine.draft_model:LeadoutDFlashForCausalLM",
     "stock": "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM",
 }
-PROMPTS_AT = {1: 1, 8: 8}  # by concurrency: how many prompts a turn takes
+PROMPTS_AT = {1: 1, 8: 8}  # prompts of a turn, by concurrency
 TOKENS = 48
 Rates = dict[str, dict[str, float]]  # of each engine, by concurrency
 
@@ -50,7 +50,7 @@ def main() -> None:
         print("RATES " + json.dumps(one_process(arguments)))
         return
 
-    rounds = [r for first in CLASSES for r in in_a_process(first)]
+    rounds = [r for first in CLASSES for r in rates_of_process(first)]
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "unit": "output tokens per second, and their ratio leadout over stock",
@@ -62,7 +62,7 @@ def main() -> None:
     print(json.dumps(result["ratios"], indent=2))
 
 
-def in_a_process(first: str) -> list[Rates]:
+def rates_of_process(first: str) -> list[Rates]:
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "LEADOUT_PLUGIN": "1"}
     ended = subprocess.run(
         [sys.executable, *sys.argv, "--first", first],
@@ -80,7 +80,7 @@ def one_process(arguments: Any) -> list[Rates]:
     turns = [json.loads(line)["turns"][0] for line in arguments.prompts.open()]
     names = [arguments.first, *(name for name in CLASSES if name != arguments.first)]
     with tempfile.TemporaryDirectory() as folder:
-        # vLLM remembers the class of a checkpoint by its path, so each engine has its own.
+        # vLLM caches the class of a checkpoint by its path, so each engine has its own copy.
         engines = {
             name: start(name, arguments.target, one_key_norm(arguments.drafter, Path(folder, name)))
             for name in names
@@ -88,7 +88,7 @@ def one_process(arguments: Any) -> list[Rates]:
         return [
             one_round(engines, turns, number)
             for number in track(range(arguments.rounds + 2), description=f"{names[0]} first")
-        ][2:]  # the first two warm up
+        ][2:]  # the first two are warm-up
 
 
 def one_key_norm(drafter: Path, copy: Path) -> Path:
@@ -106,7 +106,7 @@ def start(name: str, target: str, drafter: Path) -> Any:
     from vllm import LLM, ModelRegistry
     from vllm.plugins import load_general_plugins
 
-    load_general_plugins()  # else they would register after us
+    load_general_plugins()  # otherwise they would register later
     ModelRegistry.register_model("DFlashDraftModel", CLASSES[name])
     count = read_checkpoint(drafter).config.max_draft_tokens
     speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": count}
@@ -126,12 +126,12 @@ def start(name: str, target: str, drafter: Path) -> Any:
 
 
 def one_round(engines: dict[str, Any], turns: list[str], number: int) -> Rates:
-    """Tokens per second of each engine at each concurrency; who begins changes every round."""
+    """Tokens per second of each engine and concurrency; the order alternates by round."""
     rates: Rates = {name: {} for name in engines}
     for concurrency, count in PROMPTS_AT.items():
-        asked = [turns[(number * count + i) % len(turns)] for i in range(count)]
+        prompts = [turns[(number * count + i) % len(turns)] for i in range(count)]
         for name in list(engines)[:: 1 if number % 2 else -1]:
-            rates[name][str(concurrency)] = tokens_per_second(engines[name], asked, TOKENS)
+            rates[name][str(concurrency)] = tokens_per_second(engines[name], prompts, TOKENS)
     return rates
 
 

@@ -90,7 +90,7 @@ def serve(arguments: Any) -> dict[str, dict[str, Any]]:
 
 
 def spread(source: str, count: int) -> list[Any]:
-    """So many prompts, from the whole of the set: some are ordered by kind."""
+    """`count` prompts spread over the whole set, because some sets are ordered by kind."""
     prompts = read_prompts([source])
     return [prompts[len(prompts) * i // count] for i in range(min(count, len(prompts)))]
 

@@ -1,15 +1,16 @@
-"""Our trainer against speculators' own: the same samples, steps, layers and blocks, one measure.
+"""Compare Leadout's trainer with that of speculators: same samples, steps, layers and blocks.
 
     python experiments/train_against_speculators.py TARGET DATA_FOLDER --out FILE
 
-Needs `pip install speculators==0.9.0`, which does not want the newest of some dependencies; with
-`--no-deps` it takes what is installed. Both trainers keep their own defaults for all that is not
-made equal here. All drafters start anew, and are judged as they are after the last step. Arms that
-FILE has already are not trained again.
+Needs `pip install --no-deps speculators==0.9.0`; its pins exclude the newest versions of some
+dependencies. Both trainers keep their own defaults for everything that is not made equal here. All
+drafters start from scratch and are validated after the last step. Arms that FILE already contains
+are not trained again.
 
-The peer is run by its own command's `main`, unchanged, with options that it has for machines
-without a GPU: attention by sdpa, eager losses, no loader processes. Two things it does not foresee
-are replaced from outside: see `SpeculatorsOnCpu` and `torch.accelerator.synchronize` below.
+The peer (speculators) runs through its own command's `main`, unchanged, with its options for
+machines without a GPU: sdpa attention, eager losses, no loader processes. Two things that it does
+not support on CPUs are replaced from outside: see `SpeculatorsOnCpu` and
+`torch.accelerator.synchronize` below.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ MAX_LENGTH = 384
 ANCHORS = 32  # blocks per sequence and step; the peer draws as many per row of packed sequences
 HELD_OUT = 60
 PRECISION = torch.bfloat16
-# All layers of the peer's drafter slide and are causal within a block unless told otherwise; ours
-# are bidirectional. Both kinds are trained, so that this choice does not decide the comparison.
+# By default all layers of the peer's drafter have a sliding window and are causal within a block;
+# ours are bidirectional. Both kinds are trained, so that the comparison does not depend on this.
 PEER_ARMS: dict[str, list[str]] = {
     "speculators": [],
     "speculators, bidirectional": ["--full-attention-indices", *map(str, range(LAYERS))],
@@ -71,12 +72,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=400, help="samples to train on")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--sequences", type=int, default=8, help="sequences of a step")
-    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="greedy answers to judge on")
-    parser.add_argument("--work", type=Path, help="a new folder for states and drafters, kept")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences per step")
+    parser.add_argument(
+        "--held-out", type=int, default=HELD_OUT, help="greedy answers to validate on"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="new folder in which states and drafters are kept"
+    )
     arguments = parser.parse_args()
     if arguments.work is not None and arguments.work.exists():
-        parser.error(f"--work {arguments.work}: found it there already, wanted a new folder")
+        parser.error(f"--work {arguments.work} exists already; name a new folder")
     with ExitStack() as stack:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         compare(arguments, work)
@@ -101,7 +106,7 @@ def compare(arguments: Any, work: Path) -> None:
         trainings[name] = partial(train_peer, run, arguments.target, work, folder, options)
     for name in [name for name in trainings if name not in result["arms"]]:
         arm, drafter = trainings[name]()
-        result["arms"][name] = arm | judge(run, drafter)
+        result["arms"][name] = arm | validate(run, drafter)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
         print(f"{name:28} acceptance length {result['arms'][name]['acceptance_length']:.3f}")
@@ -112,14 +117,14 @@ def arms_before(out: Path, same: dict[str, Any]) -> dict[str, Arm]:
         return {}
     before = json.loads(out.read_text())
     if before["same"] != same:
-        raise SystemExit(f"--out {out}: found arms with other settings; name another file")
+        raise SystemExit(f"--out {out} contains arms with other settings; name another file")
     arms: dict[str, Arm] = before["arms"]
     return arms
 
 
 def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
-    """Our run with the chosen samples, and the states of all of them on disk, for both trainers."""
-    wanted = TrainConfig(
+    """Our run with the chosen samples, and their states on disk for both trainers."""
+    requested = TrainConfig(
         layers=LAYERS,
         block_size=BLOCK_SIZE,
         mask_token_id=MASK_TOKEN,
@@ -133,9 +138,9 @@ def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
         states="disk",
     )
     vocab_size = read_target(arguments.target).vocab_size
-    corpus = read_corpus(DataFolder(arguments.data), arguments.target, wanted, vocab_size)
+    corpus = read_corpus(DataFolder(arguments.data), arguments.target, requested, vocab_size)
     corpus = replace(corpus, split=fewer(corpus.split, arguments.samples))
-    config = complete_settings(wanted, arguments.target, corpus, vocab_size)
+    config = complete_settings(requested, arguments.target, corpus, vocab_size)
     began = time.monotonic()
     compute_states(arguments.target, corpus, config, work)
     seconds = time.monotonic() - began
@@ -144,9 +149,9 @@ def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
 
 
 def fewer(split: Split, count: int) -> Split:
-    """So many training samples, spread over all of them."""
+    """`count` training samples, evenly spread."""
     if count > len(split.train):
-        raise SystemExit(f"--samples: found {count}, wanted at most {len(split.train)}; lower it")
+        raise SystemExit(f"--samples {count}: at most {len(split.train)} are available")
     chosen = [split.train[place * len(split.train) // count] for place in range(count)]
     return Split(chosen, split.validation)
 
@@ -167,13 +172,13 @@ def same_for_all(run: Run) -> dict[str, Any]:
     }
 
 
-# The states, computed once.
+# States, computed once
 
 
 class StatesForBoth:
-    """A pass of the target; what the peer reads of it goes into files on the way.
+    """A target pass that also writes the files that the peer reads.
 
-    The peer's teacher is the last layer's output before the final norm, ours is after it.
+    The peer's teacher is the output of the last layer before the final norm; ours is after it.
     """
 
     def __init__(
@@ -213,7 +218,7 @@ def compute_states(target: Path, corpus: Corpus, config: TrainConfig, work: Path
     from datasets import Dataset
 
     everything = [*corpus.split.train, *corpus.split.validation]
-    # Its loader insists on a row to validate on, which is then left alone.
+    # Its loader requires a validation row, which is not used.
     rows = {index: row for row, index in enumerate(everything[: len(corpus.split.train) + 1])}
     sequences = {i: to_sequence(corpus.samples[i], config.max_length) for i in everything}
     table = [sequences[index] for index in rows]
@@ -240,11 +245,11 @@ def compute_states(target: Path, corpus: Corpus, config: TrainConfig, work: Path
         kept.observe([(index, sequences[index])])
 
 
-# The two trainers.
+# The two trainers
 
 
 def clocks() -> torch.Tensor:
-    """Seconds on the wall and of processor time, which others on the machine do not lengthen."""
+    """Wall-clock seconds, and CPU seconds, which do not depend on other processes."""
     return torch.tensor([time.monotonic(), time.process_time()], dtype=torch.float64)
 
 
@@ -259,13 +264,13 @@ def train_ours(states: Run, target: Path, folder: Path) -> tuple[Arm, Path]:
     steps: list[StepRecord] = []
     began = spent = clocks()
 
-    def listen(record: Record) -> None:
+    def on_record(record: Record) -> None:
         nonlocal spent
         if isinstance(record, StepRecord):  # the only validation comes after the last step
             steps.append(record)
             spent = clocks()
 
-    numbers = run.train(listen)
+    numbers = run.train(on_record)
     weights = {name: tensor.to(PRECISION) for name, tensor in load_best(run.folder).items()}
     write_checkpoint(folder / "drafter", weights, run.drafter_config, "zlab")
     seen = [
@@ -298,7 +303,7 @@ def train_peer(
         *("--speculator-type", "dflash", "--num-layers", config.layers),
         *("--block-size", config.block_size, "--mask-token-id", config.mask_token_id),
         *("--target-layer-ids", *(i + 1 for i in config.target_layer_ids or ())),
-        # Rows are packed to a length: with half a sequence more, they hold so many on average.
+        # Rows are packed up to a length; with half a sequence more they hold this many on average.
         *("--total-seq-len", round((config.batch_sequences + 0.5) * tokens)),
         *("--max-anchors", config.batch_sequences * config.anchors, "--max-steps", run.steps),
         *("--draft-attn-impl", "sdpa", "--loss-implementation", "eager", "--num-workers", 0),
@@ -317,7 +322,7 @@ def train_peer(
     trainer = speculators_on_cpu()
     with (
         mock.patch.object(cli, "Trainer", trainer),
-        # Called before each time stamp; without an accelerator it raises.
+        # It is called before each time stamp and raises without an accelerator.
         mock.patch.object(torch.accelerator, "synchronize"),
     ):
         cli.main(PeerConfig.resolve(["--verifier-name-or-path", str(target), *places, *words]))
@@ -338,7 +343,7 @@ def train_peer(
 
 
 class Seen:
-    """What the peer's trainer did."""
+    """Counts of the peer's training."""
 
     def __init__(self) -> None:
         self.spent = torch.zeros(2, dtype=torch.float64)
@@ -353,10 +358,10 @@ class Seen:
 
 
 def speculators_on_cpu() -> Any:
-    """The peer's trainer class on a machine without an accelerator, watched.
+    """The peer's trainer class on a machine without an accelerator, with counters.
 
-    By itself it moves everything to device 0 and casts as on CUDA. It has no way to say how many
-    passes over the data make so many steps: after its last step, each further pass adds one.
+    Unchanged it would move everything to device 0 and cast as on CUDA. The number of steps cannot
+    be set exactly: after the last step, each further pass over the data adds one.
     """
     from speculators.train.trainer import Trainer
 
@@ -384,7 +389,7 @@ def speculators_on_cpu() -> Any:
     return SpeculatorsOnCpu
 
 
-def judge(run: Run, drafter: Path) -> Arm:
+def validate(run: Run, drafter: Path) -> Arm:
     """Our validation of a checkpoint on the held-out answers."""
     forward = BlockForward(load_drafter(drafter, PRECISION), run.target_weights.embedding)
     held_out = [run.fetch(index) for index in run.corpus.split.validation]

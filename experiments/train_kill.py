@@ -1,7 +1,7 @@
-"""Ten times `kill -9` on `leadout train`: the run ends with the weights of an undisturbed one.
+"""Ten times `kill -9` on `leadout train`: the resumed run has the weights of an uninterrupted one.
 
-The target is tiny and random. Every kill comes at a moment drawn from a seed: some while the run
-starts, most while it trains and saves. Then both runs are compared: weights, best weights, log:
+The target is tiny and random. The moment of each kill is random, from a seed: some while the run
+starts, most while it trains and saves. Weights, best weights and logs of both runs are compared:
 
     python experiments/train_kill.py --out results/train/kill.json
 """
@@ -25,7 +25,7 @@ from support.tiny_data import write_predictable_target, write_tiny_data
 
 KILLS = 10
 WHILE_STARTING = 2  # of the kills; the others come after the first new step
-# Wide enough for a sum in another order, narrow enough to show one step too many or too few.
+# Allows for sums in another order, but not for one step too many or too few.
 ABSOLUTE, RELATIVE = 1e-5, 1e-4
 FLAGS = (
     *("--layers", "1", "--block-size", "5", "--anchors", "8", "--batch-sequences", "8"),
@@ -45,13 +45,13 @@ class TrainCommand(KillableCommand):
         self._folder, self._out = folder, folder / out
         self.run = self._out / "run"
 
-    def words(self) -> list[Any]:
+    def command_line(self) -> list[Any]:
         words = [sys.executable, "-m", "leadout", "train", self._folder / "target"]
         words += ["--data", self._folder / "data", "--out", self._out, *FLAGS]
         return [*words, "--resume"] if (self._out / "training.yaml").exists() else words
 
     def progress(self) -> tuple[int, int]:
-        # A continued run first cuts its log back to the last checkpoint, then adds to it.
+        # A resumed run first truncates its log to the last checkpoint, then appends to it.
         path = self.run / LOG
         return (path.stat().st_ino, path.stat().st_size) if path.exists() else (0, 0)
 
@@ -70,16 +70,18 @@ def main() -> None:
         folder = Path(name)
         target = write_predictable_target(folder / "target")
         write_tiny_data(folder / "data", target, prompts=90)
-        undisturbed, disturbed = TrainCommand(folder, "whole"), TrainCommand(folder, "killed")
-        starting, _ = undisturbed.run_to_the_end()
-        seconds = starting, list(read_log(undisturbed.run))[-1].seconds
-        print(f"undisturbed: {seconds[0]:.1f} s to the first step, {seconds[1]:.1f} s of training")
-        kills = kill_again_and_again(disturbed, *seconds, random.Random(arguments.seed))
-        disturbed.run_to_the_end()
+        uninterrupted, interrupted = TrainCommand(folder, "whole"), TrainCommand(folder, "killed")
+        starting, _ = uninterrupted.run_to_the_end()
+        seconds = starting, list(read_log(uninterrupted.run))[-1].seconds
+        print(
+            f"uninterrupted: {seconds[0]:.1f} s to the first step, {seconds[1]:.1f} s of training"
+        )
+        kills = kill_again_and_again(interrupted, *seconds, random.Random(arguments.seed))
+        interrupted.run_to_the_end()
         result = {
             "seed": arguments.seed,
             "kills": kills,
-            **compare(undisturbed, disturbed),
+            **compare(uninterrupted, interrupted),
         }
     write_result(arguments.out, result)
     sys.exit(0 if result["equal"] else 1)
@@ -88,7 +90,7 @@ def main() -> None:
 def kill_again_and_again(
     command: TrainCommand, starting: float, training: float, draw: random.Random
 ) -> list[dict[str, object]]:
-    """Start, kill at a drawn moment, and so on; each run goes on where the last was cut off."""
+    """Start and kill at a random moment, repeatedly; each run resumes the one before it."""
     early = set(draw.sample(range(KILLS), WHILE_STARTING))
     kills: list[dict[str, object]] = []
     for number in range(KILLS):
@@ -106,11 +108,11 @@ def kill_again_and_again(
     return kills
 
 
-def compare(undisturbed: TrainCommand, disturbed: TrainCommand) -> dict[str, object]:
-    """Every tensor of both runs, optimiser state included, and every step of both logs."""
+def compare(uninterrupted: TrainCommand, interrupted: TrainCommand) -> dict[str, object]:
+    """Compare every tensor of both runs, optimizer state included, and every step of both logs."""
     steps = [
         [record for record in read_log(command.run) if isinstance(record, StepRecord)]
-        for command in (undisturbed, disturbed)
+        for command in (uninterrupted, interrupted)
     ]
     once = [record.step for record in steps[1]] == list(range(1, len(steps[0]) + 1))
     losses = zip(*([record.loss for record in log] for log in steps), strict=False)
@@ -122,11 +124,12 @@ def compare(undisturbed: TrainCommand, disturbed: TrainCommand) -> dict[str, obj
     }
     equal = once
     for file in (STATE, BEST):
-        wanted, got = (load_file(command.run / file) for command in (undisturbed, disturbed))
-        apart = max((got[name] - wanted[name]).abs().max().item() for name in wanted)
+        expected, got = (load_file(command.run / file) for command in (uninterrupted, interrupted))
+        apart = max((got[name] - expected[name]).abs().max().item() for name in expected)
         found[f"largest_difference_in_{file}"] = apart
-        equal &= wanted.keys() == got.keys() and all(
-            torch.allclose(got[name], wanted[name], atol=ABSOLUTE, rtol=RELATIVE) for name in wanted
+        equal &= expected.keys() == got.keys() and all(
+            torch.allclose(got[name], expected[name], atol=ABSOLUTE, rtol=RELATIVE)
+            for name in expected
         )
     return {**found, "absolute": ABSOLUTE, "relative": RELATIVE, "equal": equal}
 

@@ -1,7 +1,7 @@
-"""Peak resident memory of training with ten times the data, with states computed and on disk.
+"""Peak resident memory of training with ten times the data, for states computed and on disk.
 
-Each run is a process of its own that passes once over all of its data. Its peak is what Linux
-says of it at its end:
+Each run is a separate process that passes once over its data. Its peak is what Linux reports when
+it ends:
 
     python experiments/train_memory.py --out results/train/memory.json
 """
@@ -23,7 +23,7 @@ import common  # noqa: F401 - the tiny models of the tests
 SAMPLES = 300
 TIMES = 10
 ANSWER = 96
-MOST_GROWTH = 0.10
+MAX_GROWTH = 0.10
 SOURCES = ("compute", "disk")
 
 
@@ -49,16 +49,16 @@ def main() -> None:
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
         "times": TIMES,
-        "most_growth": MOST_GROWTH,
+        "most_growth": MAX_GROWTH,
         "states": found,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    sys.exit(0 if all(each["growth"] < MOST_GROWTH for each in found.values()) else 1)
+    sys.exit(0 if all(each["growth"] < MAX_GROWTH for each in found.values()) else 1)
 
 
 def write_inputs(folder: Path) -> None:
-    """The tiny target, and answers made of random tokens: what they say costs no memory."""
+    """The tiny target, and answers of random tokens: their content does not affect memory."""
     from leadout.shards import Sample
     from support.tiny_chat import write_tiny_chat_target
     from support.tiny_data import write_data
@@ -85,10 +85,10 @@ def write_inputs(folder: Path) -> None:
 
 def measure(folder: Path, data: str, source: str) -> dict[str, float]:
     out = folder / f"{data}-{source}"
-    words = [sys.executable, __file__, "--one", folder / "target", folder / data, out, source]
-    # Else the number of arenas, and with it the peak, follows the threads' luck.
+    command = [sys.executable, __file__, "--one", folder / "target", folder / data, out, source]
+    # Otherwise the number of arenas, and so the peak, depends on thread timing.
     quiet = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True)
+    ended = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True)
     if ended.returncode != 0:
         raise RuntimeError(ended.stderr[-3000:])
     result: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])

@@ -1,8 +1,9 @@
-"""The drafter in drafters/: data by the target, training on two cores, proof in vLLM.
+"""Make the drafter in drafters/: generate data, train on two cores, measure it in vLLM.
 
     python experiments/train_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
-Every stage continues where an earlier call was cut off. The evaluation sets are only measured on.
+Every stage continues where an earlier call was interrupted. The evaluation sets are used for
+measuring only.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
 RESULT = ROOT / "results" / "train" / "smollm2.json"
 TRAINING_SETS = ("gsm8k_train", "mbpp_train", "code_train", "chat_train")
 EVALUATION_SETS = ("gsm8k", "humaneval", "mt_bench", "math500", "mbpp", "alpaca", "spec_bench")
-RUN = "run"  # the folder of the training, beside that of the data
+RUN = "run"  # the training folder, next to the data folder
 PROCESSES = 2
 SAMPLES = 11089
-# One thread each: on two cores, threads that wait for each other cost more than they bring.
+# One thread each: on two cores, more threads spend their time waiting for each other.
 ALONE = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -60,12 +61,12 @@ def main() -> None:
 
 def make_data(target: Path, prompts: Path, out: Path) -> None:
     sources = [str(prompts / f"{name}.jsonl") for name in TRAINING_SETS]
-    asked = [word for source in [*sources, "self:3000"] for word in ("--prompts", source)]
+    prompt_flags = [word for source in [*sources, "self:3000"] for word in ("--prompts", source)]
     how = ["--limit", "4000", "--greedy-share", "0.75", "--max-new-tokens", "256"]
     running = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "leadout", "data", str(target), *asked, *how),
+                *(sys.executable, "-m", "leadout", "data", str(target), *prompt_flags, *how),
                 *("--max-length", "1024", "--shard", f"{part}/{PROCESSES}", "--resume"),
                 *("--out", str(out)),
             ],
@@ -73,7 +74,7 @@ def make_data(target: Path, prompts: Path, out: Path) -> None:
         )
         for part in range(1, PROCESSES + 1)
     ]
-    # The prompts are mixed, so that any part of them is a fair sample.
+    # The prompts are shuffled, so that any part of them is a representative sample.
     while any(process.poll() is None for process in running):
         time.sleep(1)
         if count_samples(out) >= SAMPLES:
@@ -97,9 +98,9 @@ def train(target: Path, work: Path) -> None:
 
 
 def run(command: list[object]) -> None:
-    words = [str(word) for word in command]
-    if subprocess.run(words, env={**os.environ, **ALONE}).returncode:
-        sys.exit(f"failed: {' '.join(words)}")
+    arguments = [str(word) for word in command]
+    if subprocess.run(arguments, env={**os.environ, **ALONE}).returncode:
+        sys.exit(f"failed: {' '.join(arguments)}")
 
 
 def write_result(work: Path, acceptance: dict[str, dict[str, object]]) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 from result_tables import result, table
 
-
 # Names for keys of results/learn/capture.json.
 _CAPTURED = {"capture": "every request", "refusing disk": "every request, disk refuses writes"}
 _CPU_TIME = {

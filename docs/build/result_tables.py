@@ -172,7 +172,10 @@ def training() -> str:
     text = result("data/kill.json")
     blocks = blocks_of(run)
     rows = [
-        ("training text", f"{run['data_response_tokens']:,} tokens of {run['data_samples']:,} answers"),
+        (
+            "training text",
+            f"{run['data_response_tokens']:,} tokens of {run['data_samples']:,} answers",
+        ),
         ("training", f"{run['training_minutes']:.0f} minutes, {blocks:,} blocks"),
         (
             "peak memory; with ten times the data",
@@ -181,12 +184,12 @@ def training() -> str:
         ),
         (
             f"training killed {len(kills['kills'])} times and resumed",
-            f"largest difference in any weight: {kills['largest_difference_in_best.safetensors']:g}",
+            "largest difference in any weight: "
+            f"{kills['largest_difference_in_best.safetensors']:g}",
         ),
         (
             f"data killed {len(text['kills'])} times and resumed",
-            f"{text['samples']} samples, {text['missing']} missing, "
-            f"{text['different']} different",
+            f"{text['samples']} samples, {text['missing']} missing, {text['different']} different",
         ),
     ]
     return table(("", "measured"), rows)

@@ -48,7 +48,10 @@ def seconds_per_million() -> str:
     per_block = 60 * run["training_minutes"] / blocks_of(run)
     step = result("control/simulator.json")["decision_microseconds"]["64"]["decide_median"]
     rows = [
-        ("generate a million tokens, 16 requests at a time", f"{1e6 / statistics.median(rates):,.0f} s"),
+        (
+            "generate a million tokens, 16 requests at a time",
+            f"{1e6 / statistics.median(rates):,.0f} s",
+        ),
         ("prefill a million tokens", f"{1e6 * tuned['prefill_bare']['per_token']:,.0f} s"),
         ("train on a million blocks", f"{1e6 * per_block:,.0f} s"),
         ("one decision of live control for 64 requests", f"{step:.0f} microseconds"),

@@ -39,7 +39,7 @@ class Fault:
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Fields of EngineSettings that only the engine of another machine has.
     engine_facts: Mapping[str, Any] = field(default_factory=dict)
-    mended: bool = False  # Leadout serves it right, with a warning, instead of refusing
+    is_corrected: bool = False  # Leadout corrects it and warns, instead of refusing
 
 
 def serve_flags(fault: Fault, **settings: Any) -> tuple[str, ...]:
@@ -255,7 +255,7 @@ FAULTS = (
         config_with(
             lambda config, _: config.update(sliding_window_non_causal=False), healthy_speculators
         ),
-        mended=True,
+        is_corrected=True,
     ),
     Fault("mixed-layers-on-v1", "mixed-layers", config_with(_first_layer_slides)),
     # The settings.
@@ -264,7 +264,7 @@ FAULTS = (
         "draft-tokens",
         healthy,
         {"num_speculative_tokens": 15},
-        mended=True,
+        is_corrected=True,
     ),
     Fault("short-positions", "positions", _top(max_position_embeddings=96), {"max_model_len": 256}),
     Fault("float16", "dtype", healthy, {"dtype": "float16"}),

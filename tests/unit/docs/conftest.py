@@ -1,4 +1,4 @@
-"""The scripts that generate parts of the documentation are imported from docs/build/."""
+"""Makes the scripts in docs/build/, which generate parts of the documentation, importable."""
 
 import sys
 

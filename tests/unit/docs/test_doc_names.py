@@ -1,4 +1,4 @@
-"""Names that pages tell exist: commands and their flags, metrics, alerts, variables, files."""
+"""Names on the pages exist: commands and their flags, metrics, alerts, variables, files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.models import ROOT
 from support.ops_files import rules
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN = [page for page in PAGES if page.parent.name != "reference"]
+WRITTEN_PAGES = [page for page in PAGES if page.parent.name != "reference"]
 SOURCE = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-# Flags that are vLLM's: `leadout serve` hands on what it does not know.
-HANDS_ON = "serve"
+# `leadout serve` passes unknown flags on to vLLM.
+PASSES_FLAGS_ON = "serve"
 
 
 def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Every `leadout NAME --flag ...` in code, inline or in a block."""
+    """Every `leadout NAME --flag ...` in inline code and in code blocks."""
     joined = re.sub(r"\\\n\s*", "", text)
     for code in re.findall(r"^```.*?^```|`[^`]+`|^    .*$", joined, re.DOTALL | re.MULTILINE):
         for name, rest in re.findall(r"\bleadout ([a-z]+)\b([^\n`|;&]*)", code):
@@ -40,22 +40,22 @@ def unknown(text: str) -> list[str]:
         command = group.commands[name]
         params = command.get_params(typer.Context(command))
         known = {flag for each in params for flag in [*each.opts, *each.secondary_opts]}
-        if name != HANDS_ON:
+        if name != PASSES_FLAGS_ON:
             found += [f"leadout {name} {flag}" for flag in flags if flag not in known]
     return found
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", WRITTEN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_flags_exist(page: Path) -> None:
     assert unknown(page.read_text()) == []
 
 
-def test_an_unknown_flag_is_noticed() -> None:
+def test_an_unknown_command_or_flag_is_reported() -> None:
     text = "`leadout tune A B --out x --fast` and `leadout fly` and `leadout bench A -- --fast`"
     assert unknown(text) == ["leadout tune --fast", "leadout fly"]
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", WRITTEN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_variables_and_metrics_exist(page: Path) -> None:
     text = page.read_text()
     recorded = {rule["record"] for rule in rules() if "record" in rule}
@@ -65,7 +65,7 @@ def test_variables_and_metrics_exist(page: Path) -> None:
         assert metric in recorded or f'"{metric.removesuffix("_total")}"' in SOURCE, metric
 
 
-def test_the_page_of_metrics_names_every_alert_and_gauge() -> None:
+def test_the_metrics_page_documents_every_alert_and_gauge() -> None:
     page = (ROOT / "docs" / "howto" / "metrics.md").read_text()
     alerts = {rule["alert"] for rule in rules() if "alert" in rule}
     assert set(re.findall(r"^\| `(Leadout\w+)`", page, re.MULTILINE)) == alerts
@@ -73,7 +73,8 @@ def test_the_page_of_metrics_names_every_alert_and_gauge() -> None:
         assert metric in page
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_of_the_repository_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:src|scripts|ops|examples|drafters)/[^`\s*]+)`", page.read_text()):
+@pytest.mark.parametrize("page", WRITTEN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_of_the_repository_exist(page: Path) -> None:
+    folders = "src|experiments|docs/build|ops|examples|drafters"
+    for name in re.findall(rf"`((?:{folders})/[^`\s*]+)`", page.read_text()):
         assert (ROOT / name).exists(), name

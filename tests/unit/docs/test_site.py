@@ -1,4 +1,4 @@
-"""The site is built without a warning, has no dead link, and loads nothing from elsewhere."""
+"""The site builds without a warning, has no dead link, and loads nothing from other sites."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_no_link_of_the_built_site_is_dead(site: Path) -> None:
+def test_the_built_site_has_no_dead_links(site: Path) -> None:
     assert list(dead_site_links(site)) == []
 
 
@@ -47,20 +47,20 @@ def test_the_reference_has_the_help_of_every_command(site: Path) -> None:
     page = (site / "reference" / "commands.html").read_text()
     for command in app.registered_commands:
         assert f"Usage: leadout {command.name}" in page
-    assert "--block-size" in page  # flags that come from a settings model are there too
+    assert "--block-size" in page  # flags from settings models are included
 
 
-def test_the_reference_has_fields_and_functions_of_the_code(site: Path) -> None:
+def test_the_reference_documents_fields_and_functions(site: Path) -> None:
     assert "block_size" in (site / "reference" / "files.html").read_text()
     assert "load_drafter" in (site / "reference" / "python.html").read_text()
 
 
-def test_files_outside_docs_come_along(site: Path) -> None:
+def test_linked_files_outside_docs_are_copied(site: Path) -> None:
     assert (site / "repository" / "results" / "bench" / "smollm2.json").exists()
 
 
 @pytest.mark.parametrize("page", SOURCES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_link_of_a_source_is_dead(page: Path) -> None:
+def test_markdown_files_have_no_dead_links(page: Path) -> None:
     assert list(dead_markdown_links(page)) == []
 
 

@@ -13,17 +13,18 @@ PAGES = sorted(DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("name", draw_figures.FIGURES)
-def test_figures_are_drawn_from_the_results(name: str) -> None:
+def test_committed_figures_equal_the_generated_ones(name: str) -> None:
     committed = (DOCS / "figures" / f"{name}.svg").read_text()
     drawn = draw_figures.FIGURES[name]()
-    if "<desc>" in drawn:  # charts: other versions of matplotlib place the same numbers elsewhere
+    # Layouts of charts differ between versions of matplotlib, so only their numbers are compared.
+    if "<desc>" in drawn:
         committed, drawn = (text.partition("</desc>")[0] for text in (committed, drawn))
         committed, drawn = (text.partition("<desc>")[2] for text in (committed, drawn))
         assert committed
     assert committed == drawn, "run docs/build/draw_figures.py"
 
 
-def test_every_figure_is_drawn_by_the_script_and_used() -> None:
+def test_every_figure_is_generated_and_used() -> None:
     assert {path.stem for path in (DOCS / "figures").iterdir()} == set(draw_figures.FIGURES)
     text = "".join(page.read_text() for page in PAGES)
     for name in draw_figures.FIGURES:
@@ -31,7 +32,7 @@ def test_every_figure_is_drawn_by_the_script_and_used() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_tables_are_filled_from_the_results(page: Path) -> None:
+def test_committed_tables_equal_the_generated_ones(page: Path) -> None:
     assert page.read_text() == fill_docs.filled(page.read_text()), "run docs/build/fill_docs.py"
 
 
@@ -41,7 +42,7 @@ def test_every_table_is_used() -> None:
         assert f"<!-- results: {name} -->" in text
 
 
-def test_another_number_is_noticed() -> None:
+def test_a_changed_number_is_replaced() -> None:
     page = (DOCS / "index.md").read_text()
     assert fill_docs.filled(page) == page
     changed = page.replace("| tuned | 1", "| tuned | 9")
