@@ -106,9 +106,11 @@ def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict
     drafter = load_drafter(arguments.drafter, PRECISION)
     config = drafter.config
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=PRECISION).eval()
-    borrowed = load_target_weights(TargetFiles(arguments.target), PRECISION, torch.device("cpu"))
+    target_weights = load_target_weights(
+        TargetFiles(arguments.target), PRECISION, torch.device("cpu")
+    )
     source = ComputedStates(lambda: Target(model, config.target_layer_ids))
-    forward = BlockForward(drafter, borrowed.embedding)
+    forward = BlockForward(drafter, target_weights.embedding)
     found = {}
     for name, each in track(served.items(), description="predicted"):
         sequences = [
@@ -116,7 +118,7 @@ def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict
             for i, (prompt, answer) in enumerate(each["texts"])
         ]
         numbered = list(enumerate(sequences))
-        drafts = accepted_drafts(forward, borrowed, source, numbered, config.block_size)
+        drafts = accepted_drafts(forward, target_weights, source, numbered, config.block_size)
         overall = summarise(drafts, config.block_size).overall
         found[name] = {
             "predicted": overall.acceptance_length,

@@ -149,7 +149,7 @@ def step() -> str:
 
 
 def block() -> str:
-    """The drafter of DFlash beside its target."""
+    """A DFlash drafter and its target."""
     drawing = Diagram(712, 356, "a DFlash drafter beside its target")
     drawing.text(110, 30, "target", SOFT)
     for place, layer in enumerate(("layer 27", "layer 20", "layer 14", "layer 8", "layer 1")):

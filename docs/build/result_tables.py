@@ -34,7 +34,7 @@ def step_costs() -> str:
         for load in LOADS
     ]
     heads = ("concurrent requests", "target step without drafts")
-    return table([*heads, "verifying 5 drafts per request", "drafting"], rows)
+    return table([*heads, "the same step verifying 5 drafts per request", "drafting"], rows)
 
 
 def break_even() -> str:
