@@ -15,7 +15,6 @@ from leadout.checkpoints.config_fields import (
     JsonObject,
     LayerIds,
     Layers,
-    LayerTypes,
     Multiplier,
     Positions,
     Rows,
@@ -32,12 +31,12 @@ from leadout.checkpoints.decoder_config import (
     FULL,
     SLIDING,
     ConfigReading,
-    RopeFields,
+    DecoderFields,
     read_rope,
     require_layer_types,
     write_decoder,
 )
-from leadout.checkpoints.errors import MISSING, CheckpointError
+from leadout.checkpoints.errors import CheckpointError, missing
 from leadout.checkpoints.unsupported import unsupported, without_features
 from leadout.dflash.config import DrafterConfig, LayerAttention
 
@@ -46,8 +45,8 @@ DEFAULT_WINDOW = 4096  # in Qwen3Config
 _DEFAULT_BLOCK_SIZE = 16  # in z-lab's code
 
 
-class DraftFields(StrictFields, extra="forbid"):
-    """`dflash_config`: every field in it is about DFlash, so an unknown one is refused."""
+class SharedFields(StrictFields):
+    """Draft fields that may be in either place."""
 
     target_layer_ids: LayerIds | None = None
     num_target_layers: Layers | None = None
@@ -56,6 +55,11 @@ class DraftFields(StrictFields, extra="forbid"):
     input_embedding_scale: Multiplier | None = None
     output_multiplier: Multiplier | None = None
     final_logit_softcapping: float | None = None
+
+
+class DraftFields(SharedFields, extra="forbid"):
+    """`dflash_config`: every field in it is about DFlash, so an unknown one is refused."""
+
     use_swa: bool | None = None
     swa_window_size: Positions | None = None
     causal: bool | None = None
@@ -66,10 +70,9 @@ class DraftFields(StrictFields, extra="forbid"):
     backbone_rotary_base: float | None = None
 
 
-class ModelFields(StrictFields):
+class ModelFields(DecoderFields, SharedFields):
     """The top level; the defaults are those of Qwen3Config."""
 
-    model_type: str = "qwen3"
     hidden_size: Width = 4096
     intermediate_size: Width = 22016
     num_hidden_layers: Layers = 32
@@ -78,30 +81,12 @@ class ModelFields(StrictFields):
     head_dim: Width = 128
     v_head_dim: Width | None = None
     rms_norm_eps: Epsilon = 1e-6
-    attention_bias: bool = False
     max_position_embeddings: Positions = 32768
     vocab_size: Rows = 151936
     draft_vocab_size: Rows | None = None
     target_hidden_size: Width | None = None
-
-    rope_theta: float | None = None
-    rope_parameters: JsonObject | None = None
-    rope_scaling: JsonObject | None = None
-    partial_rotary_factor: float | None = None
-
-    layer_types: LayerTypes | None = None
     sliding_window: Positions | None = DEFAULT_WINDOW
-    use_sliding_window: bool | None = None
-    max_window_layers: int = 28
     is_causal: bool | None = None
-
-    target_layer_ids: LayerIds | None = None
-    num_target_layers: Layers | None = None
-    mask_token_id: TokenId | None = None
-    block_size: Block | None = None
-    input_embedding_scale: Multiplier | None = None
-    output_multiplier: Multiplier | None = None
-    final_logit_softcapping: float | None = None
     eagle_aux_hidden_state_layer_ids: LayerIds | None = None
 
 
@@ -148,10 +133,9 @@ def write(config: DrafterConfig, dtype: str, kept: JsonObject, path: Path) -> Js
     if config.target_num_layers is None:
         # z-lab's class fails without this field, even if the layer ids are given. An invented
         # number would mislead checks of the drafter against its target.
-        raise CheckpointError(
+        raise missing(
             path,
             "num_target_layers",
-            MISSING,
             "the number of target layers, which z-lab's code requires",
             "Pass the target's local folder with --target.",
         )
@@ -187,22 +171,17 @@ def _drafter_config(
     )
     mask_token_id = agreed(path, "mask_token_id", draft.mask_token_id, model.mask_token_id)
     if mask_token_id is None:
-        raise CheckpointError(
-            path, "dflash_config.mask_token_id", MISSING, "a token id", "Add the field."
-        )
+        raise missing(path, "dflash_config.mask_token_id", "a token id")
     block_size = agreed(path, "block_size", draft.block_size, model.block_size)
     if block_size is None:
         block_size = _DEFAULT_BLOCK_SIZE
         notes.append(f"block_size is missing; z-lab's code assumes {block_size}")
     embedding_scale, multiplier, softcap = _scalings(model, draft, path, notes)
-    rope = RopeFields(
-        model.rope_theta, model.partial_rotary_factor, model.rope_parameters, model.rope_scaling
-    )
-    if rope.is_empty:
+    if model.states_no_rope:
         notes.append("rope_theta is missing; readers assume 10000")
     kinds = _layer_types(model, path)
-    drafter_rope = read_rope(rope, frozenset(kinds), model.max_position_embeddings, path, "")
-    if drafter_rope.fraction != 1.0:
+    rope = read_rope(model, frozenset(kinds), model.max_position_embeddings, path, "")
+    if rope.fraction != 1.0:
         notes.append("z-lab's own code ignores partial_rotary_factor; vLLM and Leadout apply it")
     return DrafterConfig(
         hidden_size=model.hidden_size,
@@ -211,7 +190,7 @@ def _drafter_config(
         num_kv_heads=model.num_key_value_heads or model.num_attention_heads,
         head_dim=model.head_dim,
         layers=_layers(model, draft, kinds, path, notes),
-        rope=drafter_rope,
+        rope=rope,
         max_positions=model.max_position_embeddings,
         rms_norm_eps=model.rms_norm_eps,
         attention_bias=model.attention_bias,
@@ -237,10 +216,9 @@ def _layer_ids(
     ids = agreed(path, "target_layer_ids", draft.target_layer_ids, model.target_layer_ids)
     if ids is None:
         if num_target_layers is None:
-            raise CheckpointError(
+            raise missing(
                 path,
                 "dflash_config.target_layer_ids",
-                MISSING,
                 "the target layers whose outputs the drafter reads",
                 "Add the field; id i is the output of target layer i.",
             )
@@ -315,9 +293,7 @@ def _window(model: ModelFields, draft: DraftFields, path: Path, notes: list[str]
         notes.append(f"sliding_window is missing; readers assume {DEFAULT_WINDOW}")
         return DEFAULT_WINDOW
     if window is None:
-        raise CheckpointError(
-            path, "sliding_window", MISSING, "the window of the sliding layers", "Add the field."
-        )
+        raise missing(path, "sliding_window", "the window of the sliding layers")
     if draft.swa_window_size is None and model.use_sliding_window is False:
         raise CheckpointError(
             path,
@@ -342,22 +318,19 @@ def _scalings(
         path, "input_embedding_scale", draft.input_embedding_scale, model.input_embedding_scale
     )
     multiplier = agreed(path, "output_multiplier", draft.output_multiplier, model.output_multiplier)
-    softcap = agreed(
-        path,
-        "final_logit_softcapping",
-        draft.final_logit_softcapping,
-        model.final_logit_softcapping,
-    )
+    name = "final_logit_softcapping"
+    softcap = agreed(path, name, draft.final_logit_softcapping, model.final_logit_softcapping)
+    if softcap is not None and softcap <= 0:
+        softcap = None  # as in z-lab's code
     in_use = {
         "input_embedding_scale": scale not in (None, 1.0),
         "output_multiplier": multiplier not in (None, 1.0),
-        # z-lab's code treats a softcap of zero or less as none.
-        "final_logit_softcapping": softcap is not None and softcap > 0,
+        name: softcap is not None,
     }
     if any(in_use.values()):
-        ignored = ", ".join(name for name, used in in_use.items() if used)
+        ignored = ", ".join(field for field, used in in_use.items() if used)
         notes.append(f"vLLM's DFlash ignores {ignored}; z-lab's code and Leadout apply it")
-    return scale or 1.0, multiplier or 1.0, softcap if in_use["final_logit_softcapping"] else None
+    return scale or 1.0, multiplier or 1.0, softcap
 
 
 def _note_defaults(model: ModelFields, notes: list[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.pairing.published import PUBLISHED, find_published
+from leadout.pairing.target import PUBLISHED, find_published
 
 QWEN3_8B = "z-lab/Qwen3-8B-DFlash-b16"
 
