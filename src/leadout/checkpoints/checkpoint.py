@@ -60,11 +60,8 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
     config_path = folder / CONFIG
     config = read_config(folder)
     refuse_unsupported(config, config_path)
-    if speculators.matches(config):
-        found: Format = "speculators"
-    elif zlab.matches(config):
-        found = "zlab"
-    else:
+    found: Format = "speculators" if speculators.matches(config) else "zlab"
+    if found == "zlab" and not zlab.matches(config):
         raise CheckpointError(
             config_path,
             "architectures",

@@ -12,15 +12,6 @@ from leadout.dflash.config import LayerAttention
 from leadout.errors import printable
 
 
-class LayerDescription(BaseModel):
-    """Attention of one draft layer; `window` None is full attention."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    window: int | None
-    causal: bool
-
-
 class Description(BaseModel):
     """What `leadout inspect` prints."""
 
@@ -41,7 +32,7 @@ class Description(BaseModel):
     draft_vocab_size: int | None
     own_embedding: bool
     own_head: bool
-    layers: list[LayerDescription]
+    layers: list[LayerAttention]
     hidden_size: int
     intermediate_size: int
     heads: int
@@ -57,7 +48,8 @@ class Description(BaseModel):
 
     def lines(self) -> list[tuple[str, str]]:
         """Labels and texts in display order."""
-        owned = [name for name, own in self._owned().items() if own]
+        owned = ["embedding"] * self.own_embedding + ["head"] * self.own_head
+        target_layers = "" if self.target_layers is None else f" ({self.target_layers} layers)"
         vocabulary = f"{self.vocab_size}"
         if self.draft_vocab_size is not None:
             vocabulary += f", of which {self.draft_vocab_size} can be drafted"
@@ -66,7 +58,7 @@ class Description(BaseModel):
             drafts += f"; the file states {self.draft_tokens}"
         lines = [
             ("format", self.format),
-            ("target", f"{self.target or 'not named in the file'}{self._target_layers()}"),
+            ("target", f"{self.target or 'not named in the file'}{target_layers}"),
             ("layer ids", f"{_joined(self.layer_ids)} (output of target layer i)"),
             ("  in vLLM", f"{_joined(self.layer_ids_in_vllm)} (same in speculators)"),
             ("block size", f"{drafts})"),
@@ -85,17 +77,17 @@ class Description(BaseModel):
         lines += [("note", note) for note in self.notes]
         return [(label, printable(text)) for label, text in lines]
 
-    def _owned(self) -> dict[str, bool]:
-        return {"embedding": self.own_embedding, "head": self.own_head}
-
-    def _target_layers(self) -> str:
-        return "" if self.target_layers is None else f" ({self.target_layers} layers)"
-
 
 def describe(checkpoint: Checkpoint) -> Description:
     config = checkpoint.config
     files = {tensor.file for tensor in checkpoint.tensors.drafter.values()}
+    same_name = (
+        "block_size", "max_draft_tokens", "mask_token_id", "vocab_size", "draft_vocab_size",
+        "own_embedding", "own_head", "hidden_size", "intermediate_size", "head_dim",
+        "max_positions",
+    )  # fmt: skip
     return Description(
+        **{name: getattr(config, name) for name in same_name},
         path=str(checkpoint.path),
         format=checkpoint.format,
         target=checkpoint.target_name,
@@ -103,22 +95,11 @@ def describe(checkpoint: Checkpoint) -> Description:
         target_hidden_size=config.context_size,
         layer_ids=list(config.target_layer_ids),
         layer_ids_in_vllm=[i + 1 for i in config.target_layer_ids],
-        block_size=config.block_size,
-        max_draft_tokens=config.max_draft_tokens,
         draft_tokens=checkpoint.draft_tokens,
-        mask_token_id=config.mask_token_id,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.draft_vocab_size,
-        own_embedding=config.own_embedding,
-        own_head=config.own_head,
-        layers=[LayerDescription(window=x.window, causal=x.causal) for x in config.layers],
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        layers=list(config.layers),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         rope=describe_rope(config.rope),
-        max_positions=config.max_positions,
         parameters=checkpoint.tensors.parameters,
         bytes_on_disk=sum(file.stat().st_size for file in files),
         dtype=str(checkpoint.tensors.dtype).removeprefix("torch."),
@@ -127,15 +108,14 @@ def describe(checkpoint: Checkpoint) -> Description:
     )
 
 
-def _describe_layers(layers: list[LayerDescription]) -> str:
+def _describe_layers(layers: list[LayerAttention]) -> str:
     """Runs of equal layers: `4 sliding 2048 causal, then 1 full bidirectional`."""
-    runs = groupby(LayerAttention(layer.window, layer.causal) for layer in layers)
-    return ", then ".join(f"{len(list(run))} {_describe_layer(layer)}" for layer, run in runs)
-
-
-def _describe_layer(layer: LayerAttention) -> str:
-    window = "full" if layer.window is None else f"sliding {layer.window}"
-    return f"{window} {'causal' if layer.causal else 'bidirectional'}"
+    described = (
+        f"{'full' if layer.window is None else f'sliding {layer.window}'} "
+        f"{'causal' if layer.causal else 'bidirectional'}"
+        for layer in layers
+    )
+    return ", then ".join(f"{len(list(run))} {text}" for text, run in groupby(described))
 
 
 def _joined(numbers: list[int]) -> str:

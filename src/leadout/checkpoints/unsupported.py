@@ -46,12 +46,11 @@ class _Feature(NamedTuple):
 
 # Searched in every section of a config, since readers expect them in different places.
 _FEATURES = {
-    "conv_kernel_size": _Feature(_DFLASH2),
-    "conv_group_size": _Feature(_DFLASH2),
-    "selector_rank": _Feature(_DFLASH2),
-    "selector_top_k": _Feature(_DFLASH2),
-    "markov_rank": _Feature(_DSPARK),
-    "markov_head_type": _Feature(_DSPARK),
+    **dict.fromkeys(
+        ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+        _Feature(_DFLASH2),
+    ),
+    **dict.fromkeys(("markov_rank", "markov_head_type"), _Feature(_DSPARK)),
     "enable_confidence_head": _Feature(_DSPARK, (False,)),
     "sample_from_anchor": _Feature("blocks whose anchor slot also predicts (DSpark)", (False,)),
     "projector_type": _Feature("a projector other than DFlash's", ("dflash",)),
@@ -75,27 +74,18 @@ _FEATURES = {
     "compression_config": _Feature(_QUANTIZED, ({},)),
 }
 
-# By a part of a tensor's name.
+# By parts of a tensor's name; the first match counts.
 _TENSORS = {
-    "attention_conv.": _DFLASH2,
-    "mlp_conv.": _DFLASH2,
-    "candidate_selector.": _DFLASH2,
-    "markov": _DSPARK,
-    "confidence_head": _DSPARK,
-    ".g_proj.": _LAGUNA,
-    "aux_hidden_norms.": _LAGUNA,
-    "encoder.": _MUSE,
-    "midlayer.": _EAGLE,
-    "attention_sink_bias": _SINKS,
-    "mask_hidden": "a trained mask embedding",
-    "mask_embedding": "a trained mask embedding",
-    "qkv_proj": "fused query, key and value projections",
-    "gate_up_proj": "fused gate and up projections",
-    "weight_scale": _QUANTIZED,
-    "weight_packed": _QUANTIZED,
-    ".scales": _QUANTIZED,
-    ".biases": _QUANTIZED,
-    "qweight": _QUANTIZED,
+    _DFLASH2: ("attention_conv.", "mlp_conv.", "candidate_selector."),
+    _DSPARK: ("markov", "confidence_head"),
+    _LAGUNA: (".g_proj.", "aux_hidden_norms."),
+    _MUSE: ("encoder.",),
+    _EAGLE: ("midlayer.",),
+    _SINKS: ("attention_sink_bias",),
+    "a trained mask embedding": ("mask_hidden", "mask_embedding"),
+    "fused query, key and value projections": ("qkv_proj",),
+    "fused gate and up projections": ("gate_up_proj",),
+    _QUANTIZED: ("weight_scale", "weight_packed", ".scales", ".biases", "qweight"),
 }
 
 
@@ -123,7 +113,7 @@ def without_features(section: JsonObject) -> JsonObject:
 
 def unsupported_tensor(name: str) -> str | None:
     """The unsupported feature that a tensor of this name belongs to, if any."""
-    return next((what for piece, what in _TENSORS.items() if piece in name), None)
+    return next((what for what, parts in _TENSORS.items() if any(p in name for p in parts)), None)
 
 
 def unsupported(path: Path, field: str, found: object, what: str) -> UnsupportedCheckpointError:
