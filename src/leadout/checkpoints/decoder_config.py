@@ -8,7 +8,7 @@ readers it is the other way round. A file that has both must therefore state the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -68,6 +68,7 @@ class RopeSection(StrictFields, extra="forbid"):
     high_freq_factor: Multiplier | None = None
 
 
+_TYPE_NAMES = {LinearScaling: "linear", Llama3Scaling: "llama3", Yarn: "yarn"}
 _OTHER_ROPE = "another kind of rotary embedding"
 _ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _FIELDS_OF_TYPE = {
@@ -138,32 +139,12 @@ def read_rope(
 def write_rope(rope: Rope) -> JsonObject:
     """Both spellings, so that every reader finds one that it supports."""
     parameters: JsonObject = {"rope_type": "default", "rope_theta": rope.theta}
-    match rope.scaling:
-        case LinearScaling(factor=factor):
-            parameters |= {"rope_type": "linear", "factor": factor}
-        case Llama3Scaling() as llama3:
-            parameters |= {
-                "rope_type": "llama3",
-                "factor": llama3.factor,
-                "low_freq_factor": llama3.low_freq_factor,
-                "high_freq_factor": llama3.high_freq_factor,
-                "original_max_position_embeddings": llama3.original_max_positions,
-            }
-        case Yarn() as yarn:
-            stated = {
-                "attention_factor": yarn.attention_factor,
-                "mscale": yarn.mscale,
-                "mscale_all_dim": yarn.mscale_all_dim,
-            }
-            parameters |= {
-                "rope_type": "yarn",
-                "factor": yarn.factor,
-                "original_max_position_embeddings": yarn.original_max_positions,
-                "beta_fast": yarn.beta_fast,
-                "beta_slow": yarn.beta_slow,
-                "truncate": yarn.truncate,
-                **{name: value for name, value in stated.items() if value is not None},
-            }
+    if rope.scaling is not None:
+        parameters["rope_type"] = _TYPE_NAMES[type(rope.scaling)]
+        for name, value in asdict(rope.scaling).items():
+            if value is not None:
+                original = name == "original_max_positions"
+                parameters["original_max_position_embeddings" if original else name] = value
     if rope.fraction != 1.0:
         parameters["partial_rotary_factor"] = rope.fraction
     return {"rope_theta": rope.theta, "rope_parameters": parameters}
@@ -172,12 +153,10 @@ def write_rope(rope: Rope) -> JsonObject:
 def describe_rope(rope: Rope) -> str:
     """The rotary embedding in one line."""
     parts = [f"theta {rope.theta:.15g}"]
-    match rope.scaling:
-        case LinearScaling(factor=factor):
-            parts.append(f"linear x{factor:g}")
-        case Llama3Scaling() | Yarn() as scaling:
-            kind = "yarn" if isinstance(scaling, Yarn) else "llama3"
-            parts.append(f"{kind} x{scaling.factor:g} from {scaling.original_max_positions}")
+    if rope.scaling is not None:
+        parts.append(f"{_TYPE_NAMES[type(rope.scaling)]} x{rope.scaling.factor:g}")
+        if not isinstance(rope.scaling, LinearScaling):
+            parts[-1] += f" from {rope.scaling.original_max_positions}"
     if rope.fraction != 1.0:
         parts.append(f"{rope.fraction:.0%} of each head")
     return ", ".join(parts)
@@ -218,10 +197,9 @@ def _read_section(
             "Correct rope_type or remove the field.",
         )  # fmt: skip
     outside = validated(RopeSection, flat, path, "")
-    theta = agreed(path, f"{at}.rope_theta", read.rope_theta, outside.rope_theta)
-    name = "partial_rotary_factor"
-    fraction = agreed(
-        path, f"{at}.{name}", read.partial_rotary_factor, outside.partial_rotary_factor
+    theta, fraction = (
+        agreed(path, f"{at}.{name}", getattr(read, name), getattr(outside, name))
+        for name in ("rope_theta", "partial_rotary_factor")
     )
     return Rope(
         theta=DEFAULT_THETA if theta is None else theta,
@@ -288,6 +266,17 @@ class ConfigReading:
     notes: tuple[str, ...] = ()
     # Unknown fields that do not affect the computation.
     kept: JsonObject = field(default_factory=dict)
+
+
+def window_off(path: Path, field: str, window: int) -> CheckpointError:
+    """The error for sliding layers whose window is switched off."""
+    return CheckpointError(
+        path,
+        field,
+        False,
+        f"true, since layers have a sliding window of {window}",
+        "Correct it, or make the layers full_attention.",
+    )
 
 
 def require_layer_types(

@@ -35,6 +35,7 @@ from leadout.checkpoints.decoder_config import (
     DecoderFields,
     read_rope,
     require_layer_types,
+    window_off,
     write_decoder,
 )
 from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase, missing
@@ -106,7 +107,13 @@ def read(config: JsonObject, tensor_names: Collection[str], path: Path) -> Confi
     top = {name: value for name, value in config.items() if name != DECODER}
     draft = validated(DraftFields, without_features(top), path, "")
     decoder = validated(LayerFields, without_features(section), path, DECODER)
-    _refuse_other_algorithms(draft, path)
+    speculation = draft.speculators_config or SpeculationFields()
+    for field, kind in (
+        ("speculators_model_type", draft.speculators_model_type),
+        ("speculators_config.algorithm", speculation.algorithm),
+    ):
+        if kind != KIND:
+            raise CheckpointError(path, field, kind, repr(KIND), "Use a DFlash drafter.")
     notes: list[str] = []
     kept = keep_inert(_without_misplaced(draft.model_extra or {}, notes), path, "")
     kept |= keep_inert(decoder.model_extra, path, DECODER)
@@ -114,7 +121,6 @@ def read(config: JsonObject, tensor_names: Collection[str], path: Path) -> Confi
         drafter = _drafter_config(draft, decoder, tensor_names, path, notes)
     if draft.speculators_config is None:
         notes.append("speculators_config is missing; vLLM cannot recognise the format without it")
-    speculation = draft.speculators_config or SpeculationFields()
     proposals = speculation.proposal_methods
     draft_tokens = proposals[0].speculative_tokens if proposals else None
     _require_draft_tokens(draft_tokens, drafter, path)
@@ -131,7 +137,15 @@ def write(
     path: Path,
 ) -> JsonObject:
     """The config.json from which both speculators and vLLM compute this drafter."""
-    _refuse_ignored_fields(config, path)
+    ignored = {
+        "partial_rotary_factor": config.rope.fraction != 1.0,
+        "input_embedding_scale": config.embedding_scale != 1.0,
+        "output_multiplier": config.logit_multiplier != 1.0,
+        "final_logit_softcapping": config.logit_softcap is not None,
+    }
+    for field in (name for name, used in ignored.items() if used):
+        problem, expected = Phrase("is used by this drafter"), "none, since speculators ignores it"
+        raise CheckpointError(path, field, problem, expected, "Keep z-lab's format.")
     _require_draft_tokens(draft_tokens, config, path)
     if not target_name:
         raise missing(
@@ -282,13 +296,7 @@ def _window(decoder: LayerFields, path: Path, notes: list[str]) -> int:
     if decoder.sliding_window is None:
         raise missing(path, f"{DECODER}.sliding_window", "the window of the sliding layers")
     if decoder.use_sliding_window is False:
-        raise CheckpointError(
-            path,
-            f"{DECODER}.use_sliding_window",
-            False,
-            f"true, since layers have a sliding window of {decoder.sliding_window}",
-            "Correct it, or make the layers full_attention.",
-        )
+        raise window_off(path, f"{DECODER}.use_sliding_window", decoder.sliding_window)
     if decoder.use_sliding_window is None:
         notes.append(
             "use_sliding_window is missing: speculators may ignore the window of "
@@ -316,15 +324,6 @@ def _without_misplaced(extras: JsonObject, notes: list[str]) -> JsonObject:
     return {name: value for name, value in extras.items() if name not in misplaced}
 
 
-def _refuse_other_algorithms(draft: DraftFields, path: Path) -> None:
-    kinds = {"speculators_model_type": draft.speculators_model_type}
-    if draft.speculators_config is not None:
-        kinds["speculators_config.algorithm"] = draft.speculators_config.algorithm
-    for field, kind in kinds.items():
-        if kind != KIND:
-            raise CheckpointError(path, field, kind, repr(KIND), "Use a DFlash drafter.")
-
-
 def _non_causal_flag(config: DrafterConfig, path: Path) -> bool:
     """The format's one flag; vLLM 0.32 applies it to every layer, speculators to sliding ones."""
     causal = {layer.causal for layer in config.layers}
@@ -339,21 +338,3 @@ def _non_causal_flag(config: DrafterConfig, path: Path) -> bool:
         "all layers bidirectional, or all of them sliding and causal",
         "In this format vLLM would not serve the drafter as trained; keep z-lab's format.",
     )
-
-
-def _refuse_ignored_fields(config: DrafterConfig, path: Path) -> None:
-    ignored = {
-        "partial_rotary_factor": config.rope.fraction != 1.0,
-        "input_embedding_scale": config.embedding_scale != 1.0,
-        "output_multiplier": config.logit_multiplier != 1.0,
-        "final_logit_softcapping": config.logit_softcap is not None,
-    }
-    for field, used in ignored.items():
-        if used:
-            raise CheckpointError(
-                path,
-                field,
-                Phrase("is used by this drafter"),
-                "none, since speculators ignores it",
-                "Keep z-lab's format.",
-            )

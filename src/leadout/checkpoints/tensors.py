@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
-from leadout.checkpoints.store import StoredTensor, read_tensors
+from leadout.checkpoints.store import StoredTensor
 from leadout.checkpoints.unsupported import unsupported, unsupported_tensor
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
@@ -88,19 +88,6 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         state = Drafter(config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def load_tensors(inventory: Inventory, config: DrafterConfig, path: Path) -> dict[str, Tensor]:
-    """Load all tensors of the drafter as stored, and validate their values."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(inventory.drafter):
-        require_finite(name, tensor, path)
-        tensors[name] = tensor
-    if config.draft_vocab_size is not None:
-        marks = inventory.target_to_draft
-        loaded = None if marks is None else dict(read_tensors({"": marks}))[""]
-        require_vocabulary(tensors[DRAFT_TO_TARGET], loaded, config.vocab_size, path)
-    return tensors
 
 
 def by_checked_name(

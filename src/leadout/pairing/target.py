@@ -100,11 +100,18 @@ def read_any_config(folder: Path) -> dict[str, object]:
     # Not the strict reader: configs of state-space models may contain Infinity.
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise _not_a_config(path, f"cannot be read ({problem})") from None
-    if not isinstance(config, dict):
-        raise _not_a_config(path, f"contains a {type(config).__name__}")
-    return config
+        problem = f"contains a {type(config).__name__}"
+    except (OSError, ValueError, RecursionError) as error:
+        config, problem = None, f"cannot be read ({error})"
+    if isinstance(config, dict):
+        return config
+    raise CheckpointError(
+        path,
+        "file",
+        Phrase(problem),
+        "the JSON object of a Hugging Face model",
+        "Check the path of the target, or download it again.",
+    )
 
 
 def target_from_config(
@@ -202,13 +209,3 @@ def _mapping(value: object) -> dict[str, object] | None:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def _not_a_config(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        path,
-        "file",
-        Phrase(problem),
-        "the JSON object of a Hugging Face model",
-        "Check the path of the target, or download it again.",
-    )
