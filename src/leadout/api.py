@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -87,9 +86,8 @@ def check(target: str | Path, drafter: str | Path, **settings: Any) -> CheckResu
     from leadout.check.run import check
     from leadout.check.settings import CheckSettings
 
-    return check(
-        CheckSettings.resolve({"target": str(target), "drafter": str(drafter), **settings})
-    )
+    given = {"target": str(target), "drafter": str(drafter), **settings}
+    return check(CheckSettings.resolve(given))
 
 
 def train(target: str | Path, data: str | Path, out: str | Path, **settings: Any) -> TrainReport:
@@ -159,10 +157,5 @@ class Server:
         self.url = self._server.url
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._server.__exit__(*error)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
+from functools import partial
 from typing import Protocol, Self
 
 from rich import box
@@ -25,6 +25,8 @@ from leadout.errors import printable
 LINE_SECONDS = 30.0
 MIN_LINE_SECONDS = 5.0
 LINE_SHARE = 0.1
+
+_column = partial(Column, no_wrap=True, overflow="ellipsis")
 
 
 class Advance(Protocol):
@@ -96,12 +98,7 @@ class Progress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
 
@@ -136,24 +133,14 @@ class _TimeColumn(rich_progress.ProgressColumn):
     """
 
     def render(self, task: rich_progress.Task) -> Text:
-        stage: _Stage | None = task.fields["stage"]
-        if stage is None:
-            return Text("")
         if task.finished:
             return Text(_clock(task.finished_time or 0.0))
-        return Text(stage.times(time.monotonic()))
+        stage: _Stage | None = task.fields["stage"]
+        return Text("" if stage is None else stage.times(time.monotonic()))
 
 
 def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
-
-
-def _column(
-    max_width: int | None = None, min_width: int | None = None, ratio: int | None = None
-) -> Column:
-    return Column(
-        no_wrap=True, overflow="ellipsis", max_width=max_width, min_width=min_width, ratio=ratio
-    )
 
 
 def safe(text: str) -> Text:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import BaseFileLock, FileLock
+from filelock import Timeout as Timeout  # noqa: PLC0414 - raised by `lock`
 
 from leadout.errors import LeadoutError
-
-_MIB = 1 << 20
 
 
 class FileError(LeadoutError):
@@ -57,15 +56,14 @@ def read_text(path: Path, max_mib: int = 64) -> str:
         if path.is_dir():
             raise FileError(f"{path} is a folder, expected a file.")
         size = path.stat().st_size
-        if size > max_mib * _MIB:
+        if size > max_mib * 2**20:
             raise FileError(f"{path} has {size:,} bytes, expected at most {max_mib} MiB.")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FileError(f"{path} does not exist.") from None
     except UnicodeDecodeError as problem:
-        raise FileError(
-            f"{path} is not valid UTF-8 at byte {problem.start}; expected a text file."
-        ) from None
+        where = f"at byte {problem.start}"
+        raise FileError(f"{path} is not valid UTF-8 {where}; expected a text file.") from None
     except OSError as problem:
         raise FileError(f"{path} cannot be read: {problem.strerror or problem}.") from None
 
@@ -96,15 +94,3 @@ def _umask() -> int:
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
     return 0o022
-
-
-__all__ = [
-    "FileError",
-    "Timeout",
-    "flush_to_disk",
-    "lock",
-    "read_text",
-    "replacing",
-    "require_writable",
-    "write_text",
-]

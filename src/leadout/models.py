@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from leadout.errors import LeadoutError
 
 # Configuration and weights, tokenizers and chat templates.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-_SNAPSHOTS = "snapshots"
 _CACHED = "models--"
-_PROBE_BYTES = 1 << 20
 
 
 class ModelNotFoundError(LeadoutError):
@@ -60,11 +57,8 @@ def local_folder(name: str, revision: str | None = None, *, config_only: bool = 
 
 def hub_name(name: str) -> str | None:
     """The OWNER/NAME behind a hub name or a folder of the hub's cache; None for another folder."""
-    cached = _cached_name(name)
-    if cached is not None:
-        return cached
     local = _is_path(name) or "/" not in name or Path(name).is_dir()
-    return None if local else name
+    return _cached_name(name) or (None if local else name)
 
 
 def last_part(name: str) -> str:
@@ -81,11 +75,12 @@ def fingerprint(folder: Path) -> str:
     """A hash that identifies a model folder: its config, and samples of its weights."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        for offset in _probes(path.stat().st_size):
-            with path.open("rb") as file:
-                file.seek(offset)
-                digest.update(file.read(_PROBE_BYTES))
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for place in range(8):  # the header, and seven places in the weights
+                file.seek(size * place // 8)
+                digest.update(file.read(1 << 20))
     return digest.hexdigest()
 
 
@@ -96,15 +91,10 @@ def _is_path(name: str) -> bool:
 def _cached_name(path: str) -> str | None:
     """OWNER/NAME from .../models--OWNER--NAME/snapshots/COMMIT."""
     parts = _parts(path)
-    if len(parts) < 3 or parts[-2] != _SNAPSHOTS or not parts[-3].startswith(_CACHED):
+    if len(parts) < 3 or parts[-2] != "snapshots" or not parts[-3].startswith(_CACHED):
         return None
     return parts[-3].removeprefix(_CACHED).replace("--", "/", 1)
 
 
 def _parts(name: str) -> list[str]:
     return [part for part in name.split("/") if part not in ("", ".")]
-
-
-def _probes(size: int) -> Sequence[int]:
-    """Offsets of the bytes that are hashed: the header, and seven places in the weights."""
-    return [size * place // 8 for place in range(8)]

@@ -36,14 +36,10 @@ class Provenance(BaseModel):
 
 
 def _program(script: Path) -> list[str]:
-    """`leadout`, however it was started, or the Python script."""
-    is_ours = script.name == "leadout" or script.parts[-2:] == ("leadout", "__main__.py")
-    return ["leadout"] if is_ours else ["python", _from_root(script)]
-
-
-def _from_root(script: Path) -> str:
-    """A script's path from the root of the repository."""
-    return str(Path(*script.parts[-2:])) if script.is_absolute() else str(script)
+    """`leadout`, however it was started, or the Python script from the root of the repository."""
+    if script.name == "leadout" or script.parts[-2:] == ("leadout", "__main__.py"):
+        return ["leadout"]
+    return ["python", str(Path(*script.parts[-2:]) if script.is_absolute() else script)]
 
 
 def _without_folders(argument: str) -> str:

@@ -75,8 +75,7 @@ def bootstrap(count: int, statistic: Callable[[Indices], Any]) -> Interval:
 def ratio_interval(parts: Floats, wholes: Floats) -> Interval:
     """Sum of parts over sum of wholes, both [units], with a bootstrap interval over units."""
     return bootstrap(
-        len(parts),
-        lambda drawn: parts[drawn].sum(-1) / np.maximum(wholes[drawn].sum(-1), 1),
+        len(parts), lambda drawn: parts[drawn].sum(-1) / np.maximum(wholes[drawn].sum(-1), 1)
     )
 
 

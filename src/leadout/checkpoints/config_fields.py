@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
+from leadout.checkpoints.errors import CheckpointError, Phrase, missing
 from leadout.dflash.config import InvalidDrafterError
 
 JsonObject: TypeAlias = dict[str, object]
@@ -38,7 +38,7 @@ def read_json_object(path: Path) -> JsonObject:
         value = json.loads(
             text,
             object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
+            parse_constant=_finite_float,
             parse_float=_finite_float,
             parse_int=_bounded_int,
         )
@@ -79,10 +79,6 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     return result
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"contains the number {name}")
-
-
 def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -98,17 +94,10 @@ def _bounded_int(text: str) -> int:
 
 
 def _deeper_than(value: object, limit: int) -> bool:
-    level: list[object] = [value]
-    for _ in range(limit):
-        nested = [item for item in level if isinstance(item, dict | list)]
-        if not nested:
-            return False
-        level = [
-            child
-            for item in nested
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-    return any(isinstance(item, dict | list) for item in level)
+    if not isinstance(value, dict | list):
+        return False
+    children = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_deeper_than(child, limit - 1) for child in children)
 
 
 class StrictFields(BaseModel):
@@ -166,16 +155,12 @@ def validated(model: type[Section], section: Mapping[str, object], path: Path, a
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         field = ".".join([part for part in (at, *map(str, first["loc"])) if part])
-        missing = first["type"] == "missing"
         if first["type"] == "extra_forbidden":
             raise unknown_field(path, field, first["input"]) from None
-        raise CheckpointError(
-            path,
-            field,
-            MISSING if missing else first["input"],
-            "a value" if missing else _expected(first["msg"]),
-            "Write the field explicitly." if missing else "Correct the field.",
-        ) from None
+        if first["type"] == "missing":
+            raise missing(path, field, "a value", "Write the field explicitly.") from None
+        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        raise CheckpointError(path, field, first["input"], expected, "Correct the field.") from None
 
 
 def keep_inert(extras: Mapping[str, object] | None, path: Path, at: str) -> JsonObject:
@@ -228,7 +213,3 @@ def naming_the_file(path: Path, names: Mapping[str, str]) -> Iterator[None]:
 def _may_affect_computation(name: str) -> bool:
     spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
     return any(word.startswith(COMPUTING_WORDS) for word in re.split(r"[^a-z]+", spaced))
-
-
-def _expected(message: str) -> str:
-    return message.removeprefix("Input should be ").removeprefix("Value error, ")

@@ -8,21 +8,27 @@ readers it is the other way round. A file that has both must therefore state the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
 from leadout.checkpoints.config_fields import (
+    Epsilon,
+    Heads,
     JsonObject,
+    Layers,
+    LayerTypes,
     Multiplier,
     Positions,
+    Rows,
     StrictFields,
+    Width,
     agreed,
     validated,
 )
-from leadout.checkpoints.errors import MISSING, CheckpointError
+from leadout.checkpoints.errors import CheckpointError, missing
 from leadout.checkpoints.unsupported import unsupported
 from leadout.dflash.config import (
     DrafterConfig,
@@ -34,6 +40,8 @@ from leadout.dflash.config import (
 )
 
 DEFAULT_THETA = 10_000.0  # the default in transformers
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 Theta = Annotated[float, Field(gt=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -60,6 +68,8 @@ class RopeSection(StrictFields, extra="forbid"):
     high_freq_factor: Multiplier | None = None
 
 
+_TYPE_NAMES = {LinearScaling: "linear", Llama3Scaling: "llama3", Yarn: "yarn"}
+_OTHER_ROPE = "another kind of rotary embedding"
 _ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _FIELDS_OF_TYPE = {
     "default": _ALWAYS,
@@ -72,77 +82,69 @@ _FIELDS_OF_TYPE = {
 }
 
 
-class RopeFields(NamedTuple):
-    """The rope fields of a decoder section, as in the file."""
+class RopeFields(StrictFields):
+    """The rope fields of a decoder section."""
 
-    theta: float | None
-    fraction: float | None
-    parameters: Mapping[str, object] | None
-    scaling: Mapping[str, object] | None
+    rope_theta: float | None = None
+    rope_parameters: JsonObject | None = None
+    rope_scaling: JsonObject | None = None
+    partial_rotary_factor: float | None = None
 
     @property
-    def is_empty(self) -> bool:
-        return self.theta is None and not self.parameters and not self.scaling
+    def states_no_rope(self) -> bool:
+        return self.rope_theta is None and not self.rope_parameters and not self.rope_scaling
+
+
+class DecoderFields(RopeFields):
+    """The fields of Qwen3Config that both formats have."""
+
+    model_type: str = "qwen3"
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    rms_norm_eps: Epsilon
+    attention_bias: bool = False
+    max_position_embeddings: Positions
+    vocab_size: Rows
+    layer_types: LayerTypes | None = None
+    sliding_window: Positions | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: int = 28
 
 
 def read_rope(
     fields: RopeFields, layer_types: frozenset[str], max_positions: int, path: Path, at: str
 ) -> Rope:
     """The rotary embedding in these fields; contradictions and unknown types are errors."""
-    flat: JsonObject = {"rope_theta": fields.theta, "partial_rotary_factor": fields.fraction}
-    named = {"rope_parameters": fields.parameters, "rope_scaling": fields.scaling}
-    prefix = f"{at}." if at else ""
-    ropes = {
-        prefix + name: _read_section(
-            _for_all_layers(section, layer_types, path, prefix + name),
-            flat,
-            max_positions,
-            path,
-            prefix + name,
-        )
-        for name, section in named.items()
-        if section
-    }
+    flat = {"rope_theta": fields.rope_theta, "partial_rotary_factor": fields.partial_rotary_factor}
+    named = {"rope_parameters": fields.rope_parameters, "rope_scaling": fields.rope_scaling}
+    ropes: dict[str, Rope] = {}
+    for name, section in named.items():
+        if section:
+            where = f"{at}.{name}" if at else name
+            for_all = _for_all_layers(section, layer_types, path, where)
+            ropes[where] = _read_section(for_all, flat, max_positions, path, where)
     if not ropes:
         return _read_section({}, flat, max_positions, path, at)
-    first, *others = ropes.items()
-    for name, rope in others:
-        if rope != first[1]:
+    (first, rope), *others = ropes.items()
+    for name, other in others:
+        if other != rope:
             raise CheckpointError(
-                path, name, rope, f"the same as in {first[0]}, {first[1]}", "Remove one of the two."
+                path, name, other, f"the same as in {first}, {rope}", "Remove one of the two."
             )
-    return first[1]
+    return rope
 
 
 def write_rope(rope: Rope) -> JsonObject:
     """Both spellings, so that every reader finds one that it supports."""
     parameters: JsonObject = {"rope_type": "default", "rope_theta": rope.theta}
-    match rope.scaling:
-        case LinearScaling(factor=factor):
-            parameters |= {"rope_type": "linear", "factor": factor}
-        case Llama3Scaling() as llama3:
-            parameters |= {
-                "rope_type": "llama3",
-                "factor": llama3.factor,
-                "low_freq_factor": llama3.low_freq_factor,
-                "high_freq_factor": llama3.high_freq_factor,
-                "original_max_position_embeddings": llama3.original_max_positions,
-            }
-        case Yarn() as yarn:
-            stated = {
-                "attention_factor": yarn.attention_factor,
-                "mscale": yarn.mscale,
-                "mscale_all_dim": yarn.mscale_all_dim,
-            }
-            parameters |= {
-                "rope_type": "yarn",
-                "factor": yarn.factor,
-                "original_max_position_embeddings": yarn.original_max_positions,
-                "beta_fast": yarn.beta_fast,
-                "beta_slow": yarn.beta_slow,
-                "truncate": yarn.truncate,
-                **{name: value for name, value in stated.items() if value is not None},
-            }
+    if rope.scaling is not None:
+        parameters["rope_type"] = _TYPE_NAMES[type(rope.scaling)]
+        for name, value in asdict(rope.scaling).items():
+            if value is not None:
+                original = name == "original_max_positions"
+                parameters["original_max_position_embeddings" if original else name] = value
     if rope.fraction != 1.0:
         parameters["partial_rotary_factor"] = rope.fraction
     return {"rope_theta": rope.theta, "rope_parameters": parameters}
@@ -151,13 +153,10 @@ def write_rope(rope: Rope) -> JsonObject:
 def describe_rope(rope: Rope) -> str:
     """The rotary embedding in one line."""
     parts = [f"theta {rope.theta:.15g}"]
-    match rope.scaling:
-        case LinearScaling(factor=factor):
-            parts.append(f"linear x{factor:g}")
-        case Llama3Scaling(factor=factor, original_max_positions=original):
-            parts.append(f"llama3 x{factor:g} from {original}")
-        case Yarn(factor=factor, original_max_positions=original):
-            parts.append(f"yarn x{factor:g} from {original}")
+    if rope.scaling is not None:
+        parts.append(f"{_TYPE_NAMES[type(rope.scaling)]} x{rope.scaling.factor:g}")
+        if not isinstance(rope.scaling, LinearScaling):
+            parts[-1] += f" from {rope.scaling.original_max_positions}"
     if rope.fraction != 1.0:
         parts.append(f"{rope.fraction:.0%} of each head")
     return ", ".join(parts)
@@ -177,34 +176,30 @@ def _for_all_layers(
 
 
 def _read_section(
-    section: Mapping[str, object], flat: JsonObject, max_positions: int, path: Path, at: str
+    section: Mapping[str, object],
+    flat: Mapping[str, object],
+    max_positions: int,
+    path: Path,
+    at: str,
 ) -> Rope:
     for name in ("mrope_section", "xdrope_section", "rope_dim", "use_fope", "short_factor"):
         if section.get(name):
-            raise unsupported(
-                path, f"{at}.{name}", section[name], "another kind of rotary embedding"
-            )
-    stated = {
-        name: value
-        for name, value in section.items()
-        if value is not None and name not in ("finetuned", "mrope_interleaved")
-    }
+            raise unsupported(path, f"{at}.{name}", section[name], _OTHER_ROPE)
+    ignored = ("finetuned", "mrope_interleaved")
+    stated = {k: value for k, value in section.items() if value is not None and k not in ignored}
     read = validated(RopeSection, stated, path, at)
     kind = agreed(path, f"{at}.rope_type", read.rope_type, read.type) or "default"
     if kind not in _FIELDS_OF_TYPE:
-        raise unsupported(path, f"{at}.rope_type", kind, "another kind of rotary embedding")
+        raise unsupported(path, f"{at}.rope_type", kind, _OTHER_ROPE)
     for name in read.model_fields_set - _FIELDS_OF_TYPE[kind]:
         raise CheckpointError(
             path, f"{at}.{name}", getattr(read, name), f"no such field with rope_type {kind}",
             "Correct rope_type or remove the field.",
         )  # fmt: skip
     outside = validated(RopeSection, flat, path, "")
-    theta = agreed(path, f"{at}.rope_theta", read.rope_theta, outside.rope_theta)
-    fraction = agreed(
-        path,
-        f"{at}.partial_rotary_factor",
-        read.partial_rotary_factor,
-        outside.partial_rotary_factor,
+    theta, fraction = (
+        agreed(path, f"{at}.{name}", getattr(read, name), getattr(outside, name))
+        for name in ("rope_theta", "partial_rotary_factor")
     )
     return Rope(
         theta=DEFAULT_THETA if theta is None else theta,
@@ -242,12 +237,9 @@ def _scaling(
 
 def _required(value: Value | None, path: Path, field: str) -> Value:
     if value is None:
-        raise CheckpointError(path, field, MISSING, "a number", "Add the field.")
+        raise missing(path, field, "a number")
     return value
 
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 
 # Fields of `DrafterConfig` whose names in both formats differ.
 FILE_NAMES = {
@@ -272,9 +264,19 @@ class ConfigReading:
     target_name: str | None = None  # the target named in the file
     draft_tokens: int | None = None  # the K stated in the file
     notes: tuple[str, ...] = ()
-    kept: JsonObject = field(
-        default_factory=dict
-    )  # unknown fields that do not affect the computation
+    # Unknown fields that do not affect the computation.
+    kept: JsonObject = field(default_factory=dict)
+
+
+def window_off(path: Path, field: str, window: int) -> CheckpointError:
+    """The error for sliding layers whose window is switched off."""
+    return CheckpointError(
+        path,
+        field,
+        False,
+        f"true, since layers have a sliding window of {window}",
+        "Correct it, or make the layers full_attention.",
+    )
 
 
 def require_layer_types(

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from leadout.errors import LeadoutError, printable, shown
 
-WHOLE = ("file", "folder", "destination")  # fields that mean the path itself
-
 
 class Phrase(str):
     """What is wrong with a field, where its value alone would not say it: "has shape [2, 3]"."""
@@ -26,27 +24,31 @@ class CheckpointError(LeadoutError):
 
     The message reads "PATH: FIELD is VALUE; expected EXPECTED. REMEDY"; a `Phrase` in place of the
     value replaces "is VALUE". `field` is a config field, a tensor or a file in the folder `path`;
-    if it is one of `WHOLE`, the message is about the path itself.
+    "file", "folder" and "destination" mean the path itself.
     """
 
     def __init__(
-        self, path: Path | str, field: str, value: object, expected: str, remedy: str
+        self,
+        path: Path | str,
+        field: str,
+        value: object,
+        expected: str,
+        remedy: str = "Download the checkpoint again.",
     ) -> None:
-        self.path = Path(path)
-        self.field = printable(field)
-        self.value = value
-        self.expected = expected
-        self.remedy = remedy
-        super().__init__(f"{self._subject()} {self._problem()}; expected {expected}. {remedy}")
-
-    def _subject(self) -> str:
-        return str(self.path) if self.field in WHOLE else f"{self.path}: {self.field}"
-
-    def _problem(self) -> str:
-        if isinstance(self.value, Phrase):
-            return shown(self.value)
-        return "is null" if self.value is None else f"is {shown(self.value)}"
+        self.path, self.field, self.value = Path(path), printable(field), value
+        self.expected, self.remedy = expected, remedy
+        whole = field in ("file", "folder", "destination")
+        subject = str(path) if whole else f"{path}: {self.field}"
+        verb = "" if isinstance(value, Phrase) else "is "
+        problem = "is null" if value is None else f"{verb}{shown(value)}"
+        super().__init__(f"{subject} {problem}; expected {expected}. {remedy}")
 
 
 class UnsupportedCheckpointError(CheckpointError):
     """A checkpoint of a known kind whose computation Leadout does not implement."""
+
+
+def missing(
+    path: Path, field: str, expected: str, remedy: str = "Add the field."
+) -> CheckpointError:
+    return CheckpointError(path, field, MISSING, expected, remedy)

@@ -15,13 +15,10 @@ from pydantic import Field
 
 from leadout.checkpoints.config_fields import (
     Block,
-    Epsilon,
     Heads,
     JsonObject,
     LayerIds,
     Layers,
-    LayerTypes,
-    Positions,
     Rows,
     StrictFields,
     TokenId,
@@ -35,12 +32,13 @@ from leadout.checkpoints.decoder_config import (
     FULL,
     SLIDING,
     ConfigReading,
-    RopeFields,
+    DecoderFields,
     read_rope,
     require_layer_types,
+    window_off,
     write_decoder,
 )
-from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
+from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase, missing
 from leadout.checkpoints.unsupported import unsupported, without_features
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 
@@ -74,30 +72,11 @@ class SpeculationFields(StrictFields):
     proposal_methods: list[Proposal] = Field(default_factory=list, max_length=16)
 
 
-class DecoderFields(StrictFields):
+class LayerFields(DecoderFields):
     """`transformer_layer_config`; fields without a default are required."""
 
-    model_type: str = "qwen3"
-    hidden_size: Width
-    intermediate_size: Width
-    num_hidden_layers: Layers
-    num_attention_heads: Heads
     num_key_value_heads: Heads
     head_dim: Width | None = None
-    rms_norm_eps: Epsilon
-    attention_bias: bool = False
-    max_position_embeddings: Positions
-    vocab_size: Rows
-
-    rope_theta: float | None = None
-    rope_parameters: JsonObject | None = None
-    rope_scaling: JsonObject | None = None
-    partial_rotary_factor: float | None = None
-
-    layer_types: LayerTypes | None = None
-    sliding_window: Positions | None = None
-    use_sliding_window: bool | None = None
-    max_window_layers: int = 28
 
 
 class DraftFields(StrictFields):
@@ -123,34 +102,30 @@ def read(config: JsonObject, tensor_names: Collection[str], path: Path) -> Confi
     """Read a config.json; the tensor names show whether there is an own embedding or head."""
     section = config.get(DECODER)
     if not isinstance(section, dict):
-        raise CheckpointError(
-            path,
-            DECODER,
-            MISSING if section is None else section,
-            "a JSON object",
-            "Add the decoder's section.",
-        )
+        value = MISSING if section is None else section
+        raise CheckpointError(path, DECODER, value, "a JSON object", "Add the decoder's section.")
     top = {name: value for name, value in config.items() if name != DECODER}
     draft = validated(DraftFields, without_features(top), path, "")
-    decoder = validated(DecoderFields, without_features(section), path, DECODER)
-    _refuse_other_algorithms(draft, path)
+    decoder = validated(LayerFields, without_features(section), path, DECODER)
+    speculation = draft.speculators_config or SpeculationFields()
+    for field, kind in (
+        ("speculators_model_type", draft.speculators_model_type),
+        ("speculators_config.algorithm", speculation.algorithm),
+    ):
+        if kind != KIND:
+            raise CheckpointError(path, field, kind, repr(KIND), "Use a DFlash drafter.")
     notes: list[str] = []
     kept = keep_inert(_without_misplaced(draft.model_extra or {}, notes), path, "")
     kept |= keep_inert(decoder.model_extra, path, DECODER)
     with naming_the_file(path, _NAMES):
         drafter = _drafter_config(draft, decoder, tensor_names, path, notes)
-    speculation = draft.speculators_config
-    draft_tokens = _stated_draft_tokens(speculation)
-    _require_draft_tokens(draft_tokens, drafter, path)
-    if speculation is None:
+    if draft.speculators_config is None:
         notes.append("speculators_config is missing; vLLM cannot recognise the format without it")
-    return ConfigReading(
-        config=drafter,
-        target_name=None if speculation is None else speculation.verifier.name_or_path,
-        draft_tokens=draft_tokens,
-        notes=tuple(notes),
-        kept=kept,
-    )
+    proposals = speculation.proposal_methods
+    draft_tokens = proposals[0].speculative_tokens if proposals else None
+    _require_draft_tokens(draft_tokens, drafter, path)
+    target_name = speculation.verifier.name_or_path
+    return ConfigReading(drafter, target_name, draft_tokens, tuple(notes), kept)
 
 
 def write(
@@ -162,20 +137,24 @@ def write(
     path: Path,
 ) -> JsonObject:
     """The config.json from which both speculators and vLLM compute this drafter."""
-    _refuse_ignored_fields(config, path)
+    ignored = {
+        "partial_rotary_factor": config.rope.fraction != 1.0,
+        "input_embedding_scale": config.embedding_scale != 1.0,
+        "output_multiplier": config.logit_multiplier != 1.0,
+        "final_logit_softcapping": config.logit_softcap is not None,
+    }
+    for field in (name for name, used in ignored.items() if used):
+        problem, expected = Phrase("is used by this drafter"), "none, since speculators ignores it"
+        raise CheckpointError(path, field, problem, expected, "Keep z-lab's format.")
     _require_draft_tokens(draft_tokens, config, path)
     if not target_name:
-        raise CheckpointError(
+        raise missing(
             path,
             "speculators_config.verifier.name_or_path",
-            MISSING,
             "the target's name or path, which the format requires",
             "Pass it with --target.",
         )
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": draft_tokens or config.max_draft_tokens,
-    }
+    count = draft_tokens or config.max_draft_tokens
     result: JsonObject = {
         "architectures": ["DFlashDraftModel"],
         "dtype": dtype,
@@ -184,7 +163,7 @@ def write(
         "speculators_config": {
             "algorithm": KIND,
             "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": count}],
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
@@ -203,7 +182,7 @@ def write(
 
 def _drafter_config(
     draft: DraftFields,
-    decoder: DecoderFields,
+    decoder: LayerFields,
     tensor_names: Collection[str],
     path: Path,
     notes: list[str],
@@ -213,12 +192,9 @@ def _drafter_config(
         block_size = _DEFAULT_BLOCK_SIZE
         notes.append(f"block_size is missing; speculators assumes {block_size}")
     if 0 in draft.aux_hidden_state_layer_ids:
-        raise unsupported(
-            path,
-            "aux_hidden_state_layer_ids",
-            draft.aux_hidden_state_layer_ids,
-            "a drafter that reads the target's embedding output (id 0)",
-        )
+        what = "a drafter that reads the target's embedding output (id 0)"
+        ids = draft.aux_hidden_state_layer_ids
+        raise unsupported(path, "aux_hidden_state_layer_ids", ids, what)
     kinds = _layer_types(decoder, path)
     reduced = draft.draft_vocab_size != decoder.vocab_size
     return DrafterConfig(
@@ -244,51 +220,42 @@ def _drafter_config(
     )
 
 
-def _head_dim(decoder: DecoderFields, path: Path) -> int:
+def _head_dim(decoder: LayerFields, path: Path) -> int:
     if decoder.head_dim is not None:
         return decoder.head_dim
     if decoder.hidden_size == _QWEN3_HEAD_DIM * decoder.num_attention_heads:
         return _QWEN3_HEAD_DIM
-    raise CheckpointError(
+    raise missing(
         path,
         f"{DECODER}.head_dim",
-        MISSING,
         "a value, since readers assume different ones",
         f"Add the field: speculators assumes {_QWEN3_HEAD_DIM}, vLLM hidden_size / "
         "num_attention_heads.",
     )
 
 
-def _rope(decoder: DecoderFields, kinds: tuple[str, ...], path: Path, notes: list[str]) -> Rope:
-    fields = RopeFields(
-        decoder.rope_theta,
-        decoder.partial_rotary_factor,
-        decoder.rope_parameters,
-        decoder.rope_scaling,
-    )
-    if fields.is_empty:
-        raise CheckpointError(
+def _rope(decoder: LayerFields, kinds: tuple[str, ...], path: Path, notes: list[str]) -> Rope:
+    if decoder.states_no_rope:
+        raise missing(
             path,
             f"{DECODER}.rope_parameters",
-            MISSING,
             "a rope_theta, since readers assume different ones",
             "Add the field: speculators assumes 10000, vLLM 1000000.",
         )
-    rope = read_rope(fields, frozenset(kinds), decoder.max_position_embeddings, path, DECODER)
+    rope = read_rope(decoder, frozenset(kinds), decoder.max_position_embeddings, path, DECODER)
     if rope.fraction != 1.0:
         notes.append("speculators ignores partial_rotary_factor; vLLM and Leadout apply it")
     return rope
 
 
-def _layer_types(decoder: DecoderFields, path: Path) -> tuple[str, ...]:
+def _layer_types(decoder: LayerFields, path: Path) -> tuple[str, ...]:
     count = decoder.num_hidden_layers
     if decoder.layer_types is not None:
         return require_layer_types(decoder.layer_types, count, path, DECODER)
     if decoder.use_sliding_window and decoder.max_window_layers < count:
-        raise CheckpointError(
+        raise missing(
             path,
             f"{DECODER}.layer_types",
-            MISSING,
             "the attention type of each layer",
             "Add the field: without it speculators uses sliding layers, vLLM none.",
         )
@@ -296,11 +263,7 @@ def _layer_types(decoder: DecoderFields, path: Path) -> tuple[str, ...]:
 
 
 def _layers(
-    draft: DraftFields,
-    decoder: DecoderFields,
-    kinds: tuple[str, ...],
-    path: Path,
-    notes: list[str],
+    draft: DraftFields, decoder: LayerFields, kinds: tuple[str, ...], path: Path, notes: list[str]
 ) -> tuple[LayerAttention, ...]:
     """Window and causality of each layer, as speculators trains them.
 
@@ -329,35 +292,17 @@ def _layers(
     )
 
 
-def _window(decoder: DecoderFields, path: Path, notes: list[str]) -> int:
+def _window(decoder: LayerFields, path: Path, notes: list[str]) -> int:
     if decoder.sliding_window is None:
-        raise CheckpointError(
-            path,
-            f"{DECODER}.sliding_window",
-            MISSING,
-            "the window of the sliding layers",
-            "Add the field.",
-        )
+        raise missing(path, f"{DECODER}.sliding_window", "the window of the sliding layers")
     if decoder.use_sliding_window is False:
-        raise CheckpointError(
-            path,
-            f"{DECODER}.use_sliding_window",
-            False,
-            f"true, since layers have a sliding window of {decoder.sliding_window}",
-            "Correct it, or make the layers full_attention.",
-        )
+        raise window_off(path, f"{DECODER}.use_sliding_window", decoder.sliding_window)
     if decoder.use_sliding_window is None:
         notes.append(
             "use_sliding_window is missing: speculators may ignore the window of "
             f"{decoder.sliding_window}, vLLM applies it; `leadout convert` adds the field"
         )
     return decoder.sliding_window
-
-
-def _stated_draft_tokens(speculation: SpeculationFields | None) -> int | None:
-    if speculation is None or not speculation.proposal_methods:
-        return None
-    return speculation.proposal_methods[0].speculative_tokens
 
 
 def _require_draft_tokens(stated: int | None, config: DrafterConfig, path: Path) -> None:
@@ -373,22 +318,10 @@ def _require_draft_tokens(stated: int | None, config: DrafterConfig, path: Path)
 
 def _without_misplaced(extras: JsonObject, notes: list[str]) -> JsonObject:
     """Drop decoder fields outside the decoder's section, which no reader uses."""
-    misplaced = sorted(name for name in extras if name in DecoderFields.model_fields)
+    misplaced = sorted(name for name in extras if name in LayerFields.model_fields)
     if misplaced:
         notes.append(f"ignored outside of {DECODER}, as in every reader: {', '.join(misplaced)}")
     return {name: value for name, value in extras.items() if name not in misplaced}
-
-
-def _refuse_other_algorithms(draft: DraftFields, path: Path) -> None:
-    for field, kind in (
-        ("speculators_model_type", draft.speculators_model_type),
-        (
-            "speculators_config.algorithm",
-            KIND if draft.speculators_config is None else draft.speculators_config.algorithm,
-        ),
-    ):
-        if kind != KIND:
-            raise CheckpointError(path, field, kind, repr(KIND), "Use a DFlash drafter.")
 
 
 def _non_causal_flag(config: DrafterConfig, path: Path) -> bool:
@@ -405,21 +338,3 @@ def _non_causal_flag(config: DrafterConfig, path: Path) -> bool:
         "all layers bidirectional, or all of them sliding and causal",
         "In this format vLLM would not serve the drafter as trained; keep z-lab's format.",
     )
-
-
-def _refuse_ignored_fields(config: DrafterConfig, path: Path) -> None:
-    ignored = {
-        "partial_rotary_factor": config.rope.fraction != 1.0,
-        "input_embedding_scale": config.embedding_scale != 1.0,
-        "output_multiplier": config.logit_multiplier != 1.0,
-        "final_logit_softcapping": config.logit_softcap is not None,
-    }
-    for field, used in ignored.items():
-        if used:
-            raise CheckpointError(
-                path,
-                field,
-                Phrase("is used by this drafter"),
-                "none, since speculators ignores it",
-                "Keep z-lab's format.",
-            )

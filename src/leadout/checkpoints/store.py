@@ -24,6 +24,7 @@ from leadout.checkpoints.errors import (
     CheckpointError,
     Phrase,
     UnsupportedCheckpointError,
+    missing,
 )
 from leadout.files import replacing, write_text
 
@@ -33,7 +34,6 @@ INDEX = "model.safetensors.index.json"
 MASK_EMBEDDING = "mask_embedding.pt"
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _MAX_SHARDS = 1000
-_DOWNLOAD_AGAIN = "Download the checkpoint again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,6 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
             name,
             Phrase(f"is only in the index ({shard})" if in_index else f"is only in {shard}"),
             "the same tensors in the index and in the shards",
-            _DOWNLOAD_AGAIN,
         )
     return tensors
 
@@ -123,13 +122,11 @@ def _regular_file(folder: Path, name: str) -> Path:
     try:
         mode = path.stat().st_mode
     except OSError:
-        raise CheckpointError(
-            folder, name, MISSING, "a readable file", "Check the path, or download it again."
+        raise missing(
+            folder, name, "a readable file", "Check the path, or download it again."
         ) from None
     if not stat.S_ISREG(mode):  # opening a pipe or a device could block forever
-        raise CheckpointError(
-            folder, name, Phrase("is a pipe, device or folder"), "a regular file", _DOWNLOAD_AGAIN
-        )
+        raise CheckpointError(folder, name, Phrase("is a pipe, device or folder"), "a regular file")
     real, home = path.resolve(), folder.resolve()
     blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
     if not real.is_relative_to(home) and real.parent not in blobs:
@@ -182,7 +179,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     shard_of = read_json_object(path).get("weight_map", MISSING)
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(
-            path, "weight_map", shard_of, "a JSON object from tensor to file names", _DOWNLOAD_AGAIN
+            path, "weight_map", shard_of, "a JSON object from tensor to file names"
         )
     for tensor, shard in shard_of.items():
         # Only a bare file name stays in the folder: no separator, no drive, no "..".
@@ -195,23 +192,20 @@ def _read_index(folder: Path) -> dict[str, str]:
                 "the bare name of a .safetensors file in the same folder",
                 "Do not use this checkpoint: its index points outside the folder.",
             )
-    if len(set(shard_of.values())) > _MAX_SHARDS:
+    count = len(set(shard_of.values()))
+    if count > _MAX_SHARDS:
         raise CheckpointError(
-            path,
-            "weight_map",
-            Phrase(f"lists {len(set(shard_of.values()))} files"),
-            f"at most {_MAX_SHARDS}",
-            _DOWNLOAD_AGAIN,
+            path, "weight_map", Phrase(f"lists {count} files"), f"at most {_MAX_SHARDS}"
         )
     return shard_of
 
 
 def _read_header(path: Path) -> list[StoredTensor]:
     with _opened(path) as opened:
-        headers = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+        headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return [
             StoredTensor(path, name, header.get_dtype(), tuple(header.get_shape()))
-            for name, header in headers
+            for name, header in headers.items()
         ]
 
 
@@ -223,9 +217,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield opened
     except (SafetensorError, OSError) as problem:
         raise CheckpointError(
-            path,
-            "file",
-            Phrase(f"cannot be read ({problem})"),
-            "a complete safetensors file",
-            _DOWNLOAD_AGAIN,
+            path, "file", Phrase(f"cannot be read ({problem})"), "a complete safetensors file"
         ) from None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
-from leadout.checkpoints.store import StoredTensor, read_tensors
+from leadout.checkpoints.store import StoredTensor
 from leadout.checkpoints.unsupported import unsupported, unsupported_tensor
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
@@ -27,7 +27,6 @@ VERIFIER_COPIES = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
 _WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _OTHER_DTYPES = {DRAFT_TO_TARGET: "I64", TARGET_TO_DRAFT: "BOOL"}
 _PREFIX = "model."
-_DOWNLOAD_AGAIN = "Download the checkpoint again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,8 @@ class Inventory:
 
     @property
     def parameters(self) -> int:
-        return sum(
-            math.prod(tensor.shape)
-            for name, tensor in self.drafter.items()
-            if name != DRAFT_TO_TARGET
-        )
+        shapes = (each.shape for name, each in self.drafter.items() if name != DRAFT_TO_TARGET)
+        return sum(map(math.prod, shapes))
 
 
 def by_drafter_name(tensors: Iterable[StoredTensor], path: Path) -> dict[str, StoredTensor]:
@@ -57,9 +53,7 @@ def by_drafter_name(tensors: Iterable[StoredTensor], path: Path) -> dict[str, St
             raise unsupported(path, tensor.name, Phrase("is in the weights"), what)
         name = tensor.name.removeprefix(_PREFIX)
         if name in named:
-            raise CheckpointError(
-                path, name, Phrase("is stored twice"), "every tensor once", _DOWNLOAD_AGAIN
-            )
+            raise CheckpointError(path, name, Phrase("is stored twice"), "every tensor once")
         named[name] = tensor
     return named
 
@@ -94,21 +88,6 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         state = Drafter(config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def load_tensors(inventory: Inventory, config: DrafterConfig, path: Path) -> dict[str, Tensor]:
-    """Load all tensors of the drafter as stored, and validate their values."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(inventory.drafter):
-        require_finite(name, tensor, path)
-        tensors[name] = tensor
-    if config.draft_vocab_size is not None:
-        marks = inventory.target_to_draft
-        loaded = {} if marks is None else dict(read_tensors({TARGET_TO_DRAFT: marks}))
-        require_vocabulary(
-            tensors[DRAFT_TO_TARGET], loaded.get(TARGET_TO_DRAFT), config.vocab_size, path
-        )
-    return tensors
 
 
 def by_checked_name(
@@ -162,7 +141,6 @@ def require_vocabulary(
             DRAFT_TO_TARGET,
             Phrase(f"contains target id {int(outside[0])}"),
             f"target ids from 0 to {vocab_size - 1}",
-            _DOWNLOAD_AGAIN,
         )
     marks = target_marks(draft_to_target, vocab_size)
     if int(marks.sum()) != len(targets):
@@ -171,7 +149,6 @@ def require_vocabulary(
             DRAFT_TO_TARGET,
             Phrase("maps several draft ids to one target id"),
             "a different target id for every draft id",
-            _DOWNLOAD_AGAIN,
         )
     if target_to_draft is not None and not torch.equal(marks, target_to_draft):
         differing = int((marks != target_to_draft).sum())
@@ -180,7 +157,6 @@ def require_vocabulary(
             TARGET_TO_DRAFT,
             Phrase(f"differs from {DRAFT_TO_TARGET} at {differing} target ids"),
             f"true exactly at the target ids of {DRAFT_TO_TARGET}",
-            _DOWNLOAD_AGAIN,
         )
 
 
@@ -191,9 +167,7 @@ def target_marks(draft_to_target: Tensor, vocab_size: int) -> Tensor:
     return marks
 
 
-def _require_layer_count(
-    named: Mapping[str, StoredTensor], config: DrafterConfig, path: Path
-) -> None:
+def _require_layer_count(named: Iterable[str], config: DrafterConfig, path: Path) -> None:
     # Checked before a drafter of that many layers is built.
     matched = (re.match(r"layers\.(\d{1,6})\.", name) for name in named)
     layers = 1 + max((int(match[1]) for match in matched if match), default=-1)
@@ -208,15 +182,10 @@ def _require_layer_count(
 
 
 def _require_names(found: Mapping[str, object], expected: Mapping[str, object], path: Path) -> None:
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing:
-        raise CheckpointError(
-            path,
-            missing[0],
-            MISSING,
-            f"all tensors of the drafter ({len(missing)} missing in total)",
-            _DOWNLOAD_AGAIN,
-        )
+    absent, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if absent:
+        expected_all = f"all tensors of the drafter ({len(absent)} missing in total)"
+        raise CheckpointError(path, absent[0], MISSING, expected_all)
     if extra:
         raise CheckpointError(
             path,
@@ -243,9 +212,7 @@ def _require_shape(
 def _require_dtype(name: str, found: str, path: Path) -> None:
     expected = _OTHER_DTYPES.get(name)
     if expected is not None and found != expected:
-        raise CheckpointError(
-            path, name, Phrase(f"has type {found}"), f"type {expected}", _DOWNLOAD_AGAIN
-        )
+        raise CheckpointError(path, name, Phrase(f"has type {found}"), f"type {expected}")
     if expected is None and found not in _WEIGHT_DTYPES:
         raise unsupported(path, name, Phrase(f"has type {found}"), "a quantized drafter")
 

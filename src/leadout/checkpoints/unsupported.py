@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from leadout.checkpoints.config_fields import JsonObject
 from leadout.checkpoints.errors import UnsupportedCheckpointError
@@ -39,63 +38,48 @@ _SPECULATORS_TYPES = {
 }
 
 
-class _Feature(NamedTuple):
-    what: str
-    harmless: tuple[object, ...] = ()  # values that disable it; null always does
-
-
-# Searched in every section of a config, since readers expect them in different places.
-_FEATURES = {
-    "conv_kernel_size": _Feature(_DFLASH2),
-    "conv_group_size": _Feature(_DFLASH2),
-    "selector_rank": _Feature(_DFLASH2),
-    "selector_top_k": _Feature(_DFLASH2),
-    "markov_rank": _Feature(_DSPARK),
-    "markov_head_type": _Feature(_DSPARK),
-    "enable_confidence_head": _Feature(_DSPARK, (False,)),
-    "sample_from_anchor": _Feature("blocks whose anchor slot also predicts (DSpark)", (False,)),
-    "projector_type": _Feature("a projector other than DFlash's", ("dflash",)),
-    "attention_mode": _Feature("latent attention", ("gqa", "mha")),
-    "attention_sink_bias": _Feature(_SINKS, (False,)),
-    "add_swa_attention_sink_bias": _Feature(_SINKS, (False,)),
-    "add_full_attention_sink_bias": _Feature(_SINKS, (False,)),
-    "attention_value_scale": _Feature("scaled attention values", (1, 1.0)),
-    "hc_mult": _Feature("a target with several residual streams (hyper-connections)", (1,)),
-    "gating": _Feature("gated attention heads", (False,)),
-    "is_neox_style": _Feature("interleaved rotary embedding", (True,)),
-    "rope_is_neox_style": _Feature("interleaved rotary embedding", (True,)),
-    "use_aux_hidden_state": _Feature("a drafter without tapped target layers", (True,)),
-    "logit_scale": _Feature(
-        "scaled logits, which vLLM applies and z-lab's code does not", (1, 1.0)
-    ),
-    "hidden_act": _Feature("an activation other than SiLU", ("silu",)),
-    "eagle_config": _Feature(_EAGLE, ({},)),
-    "per_layer_config": _Feature("layers of different sizes", ({},)),
-    "quantization_config": _Feature(_QUANTIZED, ({},)),
-    "compression_config": _Feature(_QUANTIZED, ({},)),
+# Fields of other drafters, each with the values that disable it; null always does. Every section of
+# a config is searched, since readers expect them in different places.
+_FEATURES: dict[str, tuple[object, ...]] = {
+    "conv_kernel_size": (_DFLASH2,),
+    "conv_group_size": (_DFLASH2,),
+    "selector_rank": (_DFLASH2,),
+    "selector_top_k": (_DFLASH2,),
+    "markov_rank": (_DSPARK,),
+    "markov_head_type": (_DSPARK,),
+    "enable_confidence_head": (_DSPARK, False),
+    "sample_from_anchor": ("blocks whose anchor slot also predicts (DSpark)", False),
+    "projector_type": ("a projector other than DFlash's", "dflash"),
+    "attention_mode": ("latent attention", "gqa", "mha"),
+    "attention_sink_bias": (_SINKS, False),
+    "add_swa_attention_sink_bias": (_SINKS, False),
+    "add_full_attention_sink_bias": (_SINKS, False),
+    "attention_value_scale": ("scaled attention values", 1, 1.0),
+    "hc_mult": ("a target with several residual streams (hyper-connections)", 1),
+    "gating": ("gated attention heads", False),
+    "is_neox_style": ("interleaved rotary embedding", True),
+    "rope_is_neox_style": ("interleaved rotary embedding", True),
+    "use_aux_hidden_state": ("a drafter without tapped target layers", True),
+    "logit_scale": ("scaled logits, which vLLM applies and z-lab's code does not", 1, 1.0),
+    "hidden_act": ("an activation other than SiLU", "silu"),
+    "eagle_config": (_EAGLE, {}),
+    "per_layer_config": ("layers of different sizes", {}),
+    "quantization_config": (_QUANTIZED, {}),
+    "compression_config": (_QUANTIZED, {}),
 }
 
-# By a part of a tensor's name.
+# By parts of a tensor's name; the first match counts.
 _TENSORS = {
-    "attention_conv.": _DFLASH2,
-    "mlp_conv.": _DFLASH2,
-    "candidate_selector.": _DFLASH2,
-    "markov": _DSPARK,
-    "confidence_head": _DSPARK,
-    ".g_proj.": _LAGUNA,
-    "aux_hidden_norms.": _LAGUNA,
-    "encoder.": _MUSE,
-    "midlayer.": _EAGLE,
-    "attention_sink_bias": _SINKS,
-    "mask_hidden": "a trained mask embedding",
-    "mask_embedding": "a trained mask embedding",
-    "qkv_proj": "fused query, key and value projections",
-    "gate_up_proj": "fused gate and up projections",
-    "weight_scale": _QUANTIZED,
-    "weight_packed": _QUANTIZED,
-    ".scales": _QUANTIZED,
-    ".biases": _QUANTIZED,
-    "qweight": _QUANTIZED,
+    _DFLASH2: ("attention_conv.", "mlp_conv.", "candidate_selector."),
+    _DSPARK: ("markov", "confidence_head"),
+    _LAGUNA: (".g_proj.", "aux_hidden_norms."),
+    _MUSE: ("encoder.",),
+    _EAGLE: ("midlayer.",),
+    _SINKS: ("attention_sink_bias",),
+    "a trained mask embedding": ("mask_hidden", "mask_embedding"),
+    "fused query, key and value projections": ("qkv_proj",),
+    "fused gate and up projections": ("gate_up_proj",),
+    _QUANTIZED: ("weight_scale", "weight_packed", ".scales", ".biases", "qweight"),
 }
 
 
@@ -123,7 +107,7 @@ def without_features(section: JsonObject) -> JsonObject:
 
 def unsupported_tensor(name: str) -> str | None:
     """The unsupported feature that a tensor of this name belongs to, if any."""
-    return next((what for piece, what in _TENSORS.items() if piece in name), None)
+    return next((what for what, parts in _TENSORS.items() if any(p in name for p in parts)), None)
 
 
 def unsupported(path: Path, field: str, found: object, what: str) -> UnsupportedCheckpointError:
@@ -137,12 +121,9 @@ def unsupported(path: Path, field: str, found: object, what: str) -> Unsupported
 
 
 def _refuse_features(section: JsonObject, path: Path, prefix: str) -> None:
-    for name, feature in _FEATURES.items():
+    for name, (what, *harmless) in _FEATURES.items():
         value = section.get(name)
-        if value is not None and not _is_one_of(value, feature.harmless):
-            raise unsupported(path, prefix + name, value, feature.what)
-
-
-def _is_one_of(value: object, candidates: tuple[object, ...]) -> bool:
-    # 1 == True, but a flag in place of a number is not harmless.
-    return any(value == other and type(value) is type(other) for other in candidates)
+        # 1 == True, but a flag in place of a number is not harmless.
+        disabled = any(value == other and type(value) is type(other) for other in harmless)
+        if value is not None and not disabled:
+            raise unsupported(path, prefix + name, value, str(what))

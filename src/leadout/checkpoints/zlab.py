@@ -10,12 +10,10 @@ from pathlib import Path
 
 from leadout.checkpoints.config_fields import (
     Block,
-    Epsilon,
     Heads,
     JsonObject,
     LayerIds,
     Layers,
-    LayerTypes,
     Multiplier,
     Positions,
     Rows,
@@ -32,12 +30,13 @@ from leadout.checkpoints.decoder_config import (
     FULL,
     SLIDING,
     ConfigReading,
-    RopeFields,
+    DecoderFields,
     read_rope,
     require_layer_types,
+    window_off,
     write_decoder,
 )
-from leadout.checkpoints.errors import MISSING, CheckpointError
+from leadout.checkpoints.errors import CheckpointError, missing
 from leadout.checkpoints.unsupported import unsupported, without_features
 from leadout.dflash.config import DrafterConfig, LayerAttention
 
@@ -46,8 +45,8 @@ DEFAULT_WINDOW = 4096  # in Qwen3Config
 _DEFAULT_BLOCK_SIZE = 16  # in z-lab's code
 
 
-class DraftFields(StrictFields, extra="forbid"):
-    """`dflash_config`: every field in it is about DFlash, so an unknown one is refused."""
+class SharedFields(StrictFields):
+    """Draft fields that may be in either place."""
 
     target_layer_ids: LayerIds | None = None
     num_target_layers: Layers | None = None
@@ -56,6 +55,11 @@ class DraftFields(StrictFields, extra="forbid"):
     input_embedding_scale: Multiplier | None = None
     output_multiplier: Multiplier | None = None
     final_logit_softcapping: float | None = None
+
+
+class DraftFields(SharedFields, extra="forbid"):
+    """`dflash_config`: every field in it is about DFlash, so an unknown one is refused."""
+
     use_swa: bool | None = None
     swa_window_size: Positions | None = None
     causal: bool | None = None
@@ -66,50 +70,26 @@ class DraftFields(StrictFields, extra="forbid"):
     backbone_rotary_base: float | None = None
 
 
-class ModelFields(StrictFields):
-    """The top level; the defaults are those of Qwen3Config."""
+class ModelFields(DecoderFields, SharedFields):
+    """The top level."""
 
-    model_type: str = "qwen3"
-    hidden_size: Width = 4096
-    intermediate_size: Width = 22016
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Heads = 32
-    num_key_value_heads: Heads | None = 32  # null: as many as attention heads
-    head_dim: Width = 128
+    num_key_value_heads: Heads | None  # null: as many as attention heads
+    head_dim: Width
     v_head_dim: Width | None = None
-    rms_norm_eps: Epsilon = 1e-6
-    attention_bias: bool = False
-    max_position_embeddings: Positions = 32768
-    vocab_size: Rows = 151936
     draft_vocab_size: Rows | None = None
     target_hidden_size: Width | None = None
-
-    rope_theta: float | None = None
-    rope_parameters: JsonObject | None = None
-    rope_scaling: JsonObject | None = None
-    partial_rotary_factor: float | None = None
-
-    layer_types: LayerTypes | None = None
     sliding_window: Positions | None = DEFAULT_WINDOW
-    use_sliding_window: bool | None = None
-    max_window_layers: int = 28
     is_causal: bool | None = None
-
-    target_layer_ids: LayerIds | None = None
-    num_target_layers: Layers | None = None
-    mask_token_id: TokenId | None = None
-    block_size: Block | None = None
-    input_embedding_scale: Multiplier | None = None
-    output_multiplier: Multiplier | None = None
-    final_logit_softcapping: float | None = None
     eagle_aux_hidden_state_layer_ids: LayerIds | None = None
 
 
-# If absent, these take a default, which a note then reports.
-WORTH_STATING = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size",
-)  # fmt: skip
+# The defaults of Qwen3Config; a note reports those that a file relies on.
+DEFAULTS: JsonObject = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 22016,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}  # fmt: skip
 
 
 def matches(config: JsonObject) -> bool:
@@ -126,7 +106,7 @@ def read(config: JsonObject, path: Path) -> ConfigReading:
     if not isinstance(section, dict):
         raise CheckpointError(path, "dflash_config", section, "a JSON object", "Correct the field.")
     top = {name: value for name, value in config.items() if name != "dflash_config"}
-    model = validated(ModelFields, without_features(top), path, "")
+    model = validated(ModelFields, DEFAULTS | without_features(top), path, "")
     draft = validated(DraftFields, without_features(section), path, "dflash_config")
     kept = keep_inert(model.model_extra, path, "")
     kept |= {
@@ -136,7 +116,9 @@ def read(config: JsonObject, path: Path) -> ConfigReading:
     }
     _refuse_other_decoders(model, path)
     notes: list[str] = []
-    _note_defaults(model, notes)
+    assumed = [f"{name} {value}" for name, value in DEFAULTS.items() if name not in top]
+    if assumed:
+        notes.append(f"missing fields, for which readers assume: {', '.join(assumed)}")
     with naming_the_file(path, FILE_NAMES):
         drafter = _drafter_config(model, draft, path, notes)
     return ConfigReading(config=drafter, notes=tuple(notes), kept=kept)
@@ -144,14 +126,20 @@ def read(config: JsonObject, path: Path) -> ConfigReading:
 
 def write(config: DrafterConfig, dtype: str, kept: JsonObject, path: Path) -> JsonObject:
     """The config.json from which `dflash` and vLLM compute this drafter."""
-    _refuse_own_vocabulary(config, path)
+    if config.draft_vocab_size is not None or config.own_embedding or config.own_head:
+        raise CheckpointError(
+            path,
+            "format",
+            "zlab",
+            "a format that supports the drafter's own embedding, head or vocabulary",
+            "Use `--to speculators`.",
+        )
     if config.target_num_layers is None:
         # z-lab's class fails without this field, even if the layer ids are given. An invented
         # number would mislead checks of the drafter against its target.
-        raise CheckpointError(
+        raise missing(
             path,
             "num_target_layers",
-            MISSING,
             "the number of target layers, which z-lab's code requires",
             "Pass the target's local folder with --target.",
         )
@@ -182,27 +170,32 @@ def write(config: DrafterConfig, dtype: str, kept: JsonObject, path: Path) -> Js
 def _drafter_config(
     model: ModelFields, draft: DraftFields, path: Path, notes: list[str]
 ) -> DrafterConfig:
-    num_target_layers = agreed(
-        path, "num_target_layers", draft.num_target_layers, model.num_target_layers
+    stated = SharedFields.model_validate(
+        {
+            name: agreed(path, name, getattr(draft, name), getattr(model, name))
+            for name in SharedFields.model_fields
+        }
     )
-    mask_token_id = agreed(path, "mask_token_id", draft.mask_token_id, model.mask_token_id)
-    if mask_token_id is None:
-        raise CheckpointError(
-            path, "dflash_config.mask_token_id", MISSING, "a token id", "Add the field."
-        )
-    block_size = agreed(path, "block_size", draft.block_size, model.block_size)
-    if block_size is None:
-        block_size = _DEFAULT_BLOCK_SIZE
-        notes.append(f"block_size is missing; z-lab's code assumes {block_size}")
-    embedding_scale, multiplier, softcap = _scalings(model, draft, path, notes)
-    rope = RopeFields(
-        model.rope_theta, model.partial_rotary_factor, model.rope_parameters, model.rope_scaling
-    )
-    if rope.is_empty:
+    if stated.mask_token_id is None:
+        raise missing(path, "dflash_config.mask_token_id", "a token id")
+    if stated.block_size is None:
+        notes.append(f"block_size is missing; z-lab's code assumes {_DEFAULT_BLOCK_SIZE}")
+    softcap = stated.final_logit_softcapping
+    if softcap is not None and softcap <= 0:
+        softcap = None  # as in z-lab's code
+    scalings = {
+        "input_embedding_scale": stated.input_embedding_scale not in (None, 1.0),
+        "output_multiplier": stated.output_multiplier not in (None, 1.0),
+        "final_logit_softcapping": softcap is not None,
+    }
+    if any(scalings.values()):
+        ignored = ", ".join(name for name, used in scalings.items() if used)
+        notes.append(f"vLLM's DFlash ignores {ignored}; z-lab's code and Leadout apply it")
+    if model.states_no_rope:
         notes.append("rope_theta is missing; readers assume 10000")
     kinds = _layer_types(model, path)
-    drafter_rope = read_rope(rope, frozenset(kinds), model.max_position_embeddings, path, "")
-    if drafter_rope.fraction != 1.0:
+    rope = read_rope(model, frozenset(kinds), model.max_position_embeddings, path, "")
+    if rope.fraction != 1.0:
         notes.append("z-lab's own code ignores partial_rotary_factor; vLLM and Leadout apply it")
     return DrafterConfig(
         hidden_size=model.hidden_size,
@@ -211,40 +204,35 @@ def _drafter_config(
         num_kv_heads=model.num_key_value_heads or model.num_attention_heads,
         head_dim=model.head_dim,
         layers=_layers(model, draft, kinds, path, notes),
-        rope=drafter_rope,
+        rope=rope,
         max_positions=model.max_position_embeddings,
         rms_norm_eps=model.rms_norm_eps,
         attention_bias=model.attention_bias,
-        target_layer_ids=_layer_ids(model, draft, num_target_layers, path, notes),
+        target_layer_ids=_layer_ids(model, stated, path, notes),
         target_hidden_size=model.target_hidden_size,
-        target_num_layers=num_target_layers,
+        target_num_layers=stated.num_target_layers,
         vocab_size=model.vocab_size,
-        mask_token_id=mask_token_id,
-        block_size=block_size,
-        embedding_scale=embedding_scale,
-        logit_multiplier=multiplier,
+        mask_token_id=stated.mask_token_id,
+        block_size=stated.block_size or _DEFAULT_BLOCK_SIZE,
+        embedding_scale=stated.input_embedding_scale or 1.0,
+        logit_multiplier=stated.output_multiplier or 1.0,
         logit_softcap=softcap,
     )
 
 
 def _layer_ids(
-    model: ModelFields,
-    draft: DraftFields,
-    num_target_layers: int | None,
-    path: Path,
-    notes: list[str],
+    model: ModelFields, stated: SharedFields, path: Path, notes: list[str]
 ) -> tuple[int, ...]:
-    ids = agreed(path, "target_layer_ids", draft.target_layer_ids, model.target_layer_ids)
+    ids = stated.target_layer_ids
     if ids is None:
-        if num_target_layers is None:
-            raise CheckpointError(
+        if stated.num_target_layers is None:
+            raise missing(
                 path,
                 "dflash_config.target_layer_ids",
-                MISSING,
                 "the target layers whose outputs the drafter reads",
                 "Add the field; id i is the output of target layer i.",
             )
-        ids = _spread_layer_ids(num_target_layers, model.num_hidden_layers)
+        ids = _spread_layer_ids(stated.num_target_layers, model.num_hidden_layers)
         notes.append(f"target_layer_ids is missing; z-lab's code assumes {ids}")
     shifted = model.eagle_aux_hidden_state_layer_ids
     if shifted is not None and shifted != [i + 1 for i in ids]:
@@ -315,17 +303,9 @@ def _window(model: ModelFields, draft: DraftFields, path: Path, notes: list[str]
         notes.append(f"sliding_window is missing; readers assume {DEFAULT_WINDOW}")
         return DEFAULT_WINDOW
     if window is None:
-        raise CheckpointError(
-            path, "sliding_window", MISSING, "the window of the sliding layers", "Add the field."
-        )
+        raise missing(path, "sliding_window", "the window of the sliding layers")
     if draft.swa_window_size is None and model.use_sliding_window is False:
-        raise CheckpointError(
-            path,
-            "use_sliding_window",
-            False,
-            f"true, since layers have a sliding window of {window}",
-            "Correct it, or make the layers full_attention.",
-        )
+        raise window_off(path, "use_sliding_window", window)
     if not model.use_sliding_window and not (draft.use_swa and draft.swa_window_size):
         vllm = "refuses to start" if draft.swa_window_size is None else "applies it"
         notes.append(
@@ -333,41 +313,6 @@ def _window(model: ModelFields, draft: DraftFields, path: Path, notes: list[str]
             f"{vllm}; `leadout convert --to zlab` adds the field"
         )
     return window
-
-
-def _scalings(
-    model: ModelFields, draft: DraftFields, path: Path, notes: list[str]
-) -> tuple[float, float, float | None]:
-    scale = agreed(
-        path, "input_embedding_scale", draft.input_embedding_scale, model.input_embedding_scale
-    )
-    multiplier = agreed(path, "output_multiplier", draft.output_multiplier, model.output_multiplier)
-    softcap = agreed(
-        path,
-        "final_logit_softcapping",
-        draft.final_logit_softcapping,
-        model.final_logit_softcapping,
-    )
-    in_use = {
-        "input_embedding_scale": scale not in (None, 1.0),
-        "output_multiplier": multiplier not in (None, 1.0),
-        # z-lab's code treats a softcap of zero or less as none.
-        "final_logit_softcapping": softcap is not None and softcap > 0,
-    }
-    if any(in_use.values()):
-        ignored = ", ".join(name for name, used in in_use.items() if used)
-        notes.append(f"vLLM's DFlash ignores {ignored}; z-lab's code and Leadout apply it")
-    return scale or 1.0, multiplier or 1.0, softcap if in_use["final_logit_softcapping"] else None
-
-
-def _note_defaults(model: ModelFields, notes: list[str]) -> None:
-    assumed = [
-        f"{name} {getattr(model, name)}"
-        for name in WORTH_STATING
-        if name not in model.model_fields_set
-    ]
-    if assumed:
-        notes.append(f"missing fields, for which readers assume: {', '.join(assumed)}")
 
 
 def _refuse_other_decoders(model: ModelFields, path: Path) -> None:
@@ -378,23 +323,8 @@ def _refuse_other_decoders(model: ModelFields, path: Path) -> None:
             path, "v_head_dim", model.v_head_dim, "a drafter whose value heads have another size"
         )
     if model.draft_vocab_size not in (None, model.vocab_size):
-        raise unsupported(
-            path,
-            "draft_vocab_size",
-            model.draft_vocab_size,
-            "a reduced draft vocabulary, which this format has no tensors for",
-        )
-
-
-def _refuse_own_vocabulary(config: DrafterConfig, path: Path) -> None:
-    if config.draft_vocab_size is not None or config.own_embedding or config.own_head:
-        raise CheckpointError(
-            path,
-            "format",
-            "zlab",
-            "a format that supports the drafter's own embedding, head or vocabulary",
-            "Use `--to speculators`.",
-        )
+        what = "a reduced draft vocabulary, which this format has no tensors for"
+        raise unsupported(path, "draft_vocab_size", model.draft_vocab_size, what)
 
 
 def _write_causality(config: DrafterConfig, path: Path) -> JsonObject:

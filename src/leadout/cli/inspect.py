@@ -16,7 +16,7 @@ def inspect(
     from rich.console import Console
 
     from leadout.checkpoints import read_checkpoint
-    from leadout.checkpoints.describe import describe
+    from leadout.checkpoints.checkpoint import describe
     from leadout.console import facts_table
 
     description = describe(read_checkpoint(drafter))

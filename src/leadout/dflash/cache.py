@@ -56,20 +56,6 @@ class ContextCache:
                 stored.values[row, :, position] = new.values[0].transpose(0, 1)
         self.lengths = self.lengths + counts
 
-    def roll_back(self, lengths: Tensor) -> None:
-        """Truncate every row to these lengths, [batch]."""
-        if bool(((lengths < 0) | (lengths > self.lengths)).any()):
-            raise ValueError(
-                f"lengths to roll back to are {lengths.tolist()}; expected at most the current "
-                f"lengths {self.lengths.tolist()}. Use append to add tokens."
-            )
-        start, end = int(lengths.min()), int(self.lengths.max())
-        removed = torch.arange(start, end, device=lengths.device) >= lengths[:, None]
-        for stored in self._layers:
-            for part in stored:
-                part[:, :, start:end].masked_fill_(removed[:, None, :, None], 0)
-        self.lengths = lengths.clone()
-
     def keep_rows(self, index: Tensor) -> None:
         """Keep the rows in `index` [rows], in this order, and drop the others."""
         # Layer by layer, so that at most one layer is in memory twice.

@@ -138,10 +138,8 @@ class DrafterConfig:
         )
         self._require(len(self.layers) > 0, "layers", "at least one draft layer")
         self._require(self.head_dim % 2 == 0, "head_dim", "even, for rotary embedding")
-        if (
-            int(self.head_dim * self.rope.fraction) % 2
-            or int(self.head_dim * self.rope.fraction) < 2
-        ):
+        rotated = int(self.head_dim * self.rope.fraction)
+        if rotated % 2 or rotated < 2:
             raise InvalidDrafterError(
                 "partial_rotary_factor",
                 self.rope.fraction,
@@ -167,16 +165,9 @@ class DrafterConfig:
             self._require(self.own_head, "own_head", "true with a reduced draft vocabulary")
         if self.context_size != self.hidden_size:
             # The target's embedding and head do not fit a drafter with another hidden size.
-            self._require(
-                self.own_embedding,
-                "own_embedding",
-                "true, since the hidden sizes of target and drafter differ",
-            )
-            self._require(
-                self.own_head,
-                "own_head",
-                "true, since the hidden sizes of target and drafter differ",
-            )
+            for name in ("own_embedding", "own_head"):
+                expected = "true, since the hidden sizes of target and drafter differ"
+                self._require(getattr(self, name), name, expected)
 
     @property
     def num_layers(self) -> int:

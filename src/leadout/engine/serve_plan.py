@@ -33,9 +33,8 @@ from leadout.engine.vllm_flags import (
 from leadout.findings import Severity
 from leadout.models import ModelNotFoundError, fingerprint, local_folder
 from leadout.pairing import examine
-from leadout.pairing.published import AS_OF, find_published
 from leadout.pairing.rules import batched_tokens_for
-from leadout.pairing.target import read_any_config
+from leadout.pairing.target import AS_OF, find_published, read_any_config
 from leadout.provenance import Provenance
 from leadout.registry import Registry, RegistryError
 from leadout.settings import SettingsError

@@ -1,8 +1,7 @@
 """Whether a drafter fits a target and the settings of a server."""
 
-from leadout.pairing.facts import EngineSettings, Pair, Rule, TargetFacts
-from leadout.pairing.rules import RULES, batched_tokens_for, examine
-from leadout.pairing.target import read_target, target_from_config
+from leadout.pairing.rules import RULES, EngineSettings, Pair, Rule, batched_tokens_for, examine
+from leadout.pairing.target import TargetFacts, read_target, target_from_config
 
 __all__ = [
     "RULES",

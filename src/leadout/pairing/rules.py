@@ -6,20 +6,81 @@ A rule is an error only if no working pair breaks it; what a user may intend is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
+from leadout.checkpoints import Checkpoint
 from leadout.checkpoints.decoder_config import describe_rope
 from leadout.errors import printable
 from leadout.findings import Finding, Severity
 from leadout.models import same_model
-from leadout.pairing.facts import EngineSettings, Pair, Rule
+from leadout.pairing.target import TargetFacts
 
 # Embeddings are padded to round sizes. A drafter that has up to this share of rows fewer than its
 # target only lacks padding (published: 152064 of 152576 rows); beyond it, tokens are missing.
 PADDING_SHARE = 0.01
 
+ERROR, WARNING = Severity.ERROR, Severity.WARNING
 _OTHER_DRAFTER = "Use the drafter that was trained for this target, or serve its own target"
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings with which the engine will start."""
+
+    draft_tokens: int  # K
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str  # float32, bfloat16 or float16, for target and drafter
+    model_runner: Literal["V1", "V2"]
+    backend_name: str | None  # the attention backend that runs the drafter
+    backend_takes_non_causal: bool | None  # None: unknown
+    served_causal: tuple[bool, ...] | None  # causality of each draft layer as served; None: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and a drafter; without settings only their files are compared."""
+
+    target: TargetFacts
+    drafter: Checkpoint
+    settings: EngineSettings | None = None
+
+
+_Check: TypeAlias = Callable[[Pair], str | None]  # what is wrong; None: the rule holds
+_ServerCheck: TypeAlias = Callable[[Pair, EngineSettings], str | None]
+
+
+class Rule(NamedTuple):
+    """A condition on a target, a drafter and the settings of their server."""
+
+    name: str
+    severity: Severity
+    remedy: str
+    broken: _Check
+
+
+RULES: list[Rule] = []  # in the order in which findings are shown
+
+
+def _rule(name: str, severity: Severity, remedy: str) -> Callable[[_Check], None]:
+    """Adds the decorated function to `RULES`."""
+    return lambda broken: RULES.append(Rule(name, severity, remedy, broken))
+
+
+def _server_rule(name: str, remedy: str) -> Callable[[_ServerCheck], None]:
+    """An error about settings; without settings the rule holds."""
+
+    def register(broken: _ServerCheck) -> None:
+        @_rule(name, ERROR, remedy)
+        def _(pair: Pair) -> str | None:
+            return None if pair.settings is None else broken(pair, pair.settings)
+
+    return register
+
+
+@_rule("hidden-size", ERROR, f"{_OTHER_DRAFTER}.")
 def _hidden_size(pair: Pair) -> str | None:
     drafter, target = pair.drafter.config.context_size, pair.target.hidden_size
     if drafter == target:
@@ -30,6 +91,12 @@ def _hidden_size(pair: Pair) -> str | None:
     )
 
 
+@_rule(
+    "target-layers",
+    ERROR,
+    f"{_OTHER_DRAFTER}; correct the field in the drafter's config.json only if you are sure "
+    "that it is a mistake.",
+)
 def _target_layers(pair: Pair) -> str | None:
     config, layers = pair.drafter.config, pair.target.num_layers
     beyond = [i for i in config.target_layer_ids if i >= layers]
@@ -46,6 +113,12 @@ def _target_layers(pair: Pair) -> str | None:
     return None
 
 
+@_rule(
+    "layer-order",
+    ERROR,
+    "If the drafter was trained with the ids in this order, sort the ids and the column blocks "
+    "of fc.weight together; if only the list is out of order, sort it in its config.json.",
+)
 def _layer_order(pair: Pair) -> str | None:
     ids = list(pair.drafter.config.target_layer_ids)
     if ids == sorted(ids):
@@ -56,6 +129,12 @@ def _layer_order(pair: Pair) -> str | None:
     )
 
 
+@_rule(
+    "vocabulary",
+    ERROR,
+    f"{_OTHER_DRAFTER}. A reduced vocabulary belongs in draft_vocab_size of the speculators "
+    "format, with the tensors lm_head.weight and d2t; vocab_size stays the target's.",
+)
 def _vocabulary(pair: Pair) -> str | None:
     drafter, target = pair.drafter.config.vocab_size, pair.target.vocab_size
     if drafter == target or _lacks_only_padding(drafter, target):
@@ -66,6 +145,12 @@ def _vocabulary(pair: Pair) -> str | None:
     )
 
 
+# Published drafters lack rows of padding, and a target may have a few new tokens.
+@_rule(
+    "vocabulary-padding",
+    WARNING,
+    "Nothing to do if the tokenizer has no such ids; otherwise train a drafter for this target.",
+)
 def _vocabulary_padding(pair: Pair) -> str | None:
     drafter, target = pair.drafter.config.vocab_size, pair.target.vocab_size
     if not _lacks_only_padding(drafter, target):
@@ -80,6 +165,11 @@ def _lacks_only_padding(drafter: int, target: int) -> bool:
     return target * (1 - PADDING_SHARE) <= drafter < target
 
 
+@_rule(
+    "mask-token",
+    ERROR,
+    f"{_OTHER_DRAFTER}; mask_token_id in its config.json must be the id it was trained with.",
+)
 def _mask_token(pair: Pair) -> str | None:
     config = pair.drafter.config
     # The checkpoint's reader has checked a drafter's own embedding.
@@ -91,6 +181,14 @@ def _mask_token(pair: Pair) -> str | None:
     )
 
 
+# Names prove nothing: quantized and fine-tuned targets and renamed folders work with the
+# drafter of the original. A model of other sizes breaks other rules.
+@_rule(
+    "verifier",
+    WARNING,
+    "This is fine for a quantized or fine-tuned copy of the named model, with a somewhat lower "
+    "acceptance; otherwise serve the named target, or choose another drafter with --draft.",
+)
 def _verifier(pair: Pair) -> str | None:
     named = pair.drafter.target_name
     if not named or same_model(named, pair.target.name):
@@ -98,6 +196,14 @@ def _verifier(pair: Pair) -> str | None:
     return f"the target is {pair.target.name}, but the drafter names {printable(named)}"
 
 
+# A drafter rotates its own queries and keys, so any theta works that it was trained with.
+# Most drafters use the target's, but some published ones do not.
+@_rule(
+    "rope",
+    WARNING,
+    "Make sure that rope_theta and rope_parameters in the drafter's config.json are those of "
+    "its training; most drafters use the target's.",
+)
 def _rope(pair: Pair) -> str | None:
     drafter, target = pair.drafter.config.rope, pair.target.rope
     # partial_rotary_factor is not compared: drafters of targets that rotate a part of each head
@@ -110,6 +216,13 @@ def _rope(pair: Pair) -> str | None:
     )
 
 
+# The files do not show whether the training code applied the field.
+@_rule(
+    "partial-rotary",
+    WARNING,
+    "If the drafter was trained with code that ignores the field, remove "
+    "partial_rotary_factor from its config.json.",
+)
 def _partial_rotary(pair: Pair) -> str | None:
     fraction = pair.drafter.config.rope.fraction
     if fraction == 1.0:
@@ -120,6 +233,11 @@ def _partial_rotary(pair: Pair) -> str | None:
     )
 
 
+@_rule(
+    "embedding-scale",
+    ERROR,
+    "vLLM 0.32 cannot serve this drafter as trained; use another drafter, or serve without one.",
+)
 def _embedding_scale(pair: Pair) -> str | None:
     scale = pair.drafter.config.embedding_scale
     if scale == 1.0:
@@ -127,6 +245,12 @@ def _embedding_scale(pair: Pair) -> str | None:
     return f"input_embedding_scale is {scale:g}, which vLLM's DFlash does not apply"
 
 
+# The scaling is monotone: the best token stays the best.
+@_rule(
+    "logit-scaling",
+    WARNING,
+    'Keep "draft_sample_method": "greedy" in --speculative-config, which is the default.',
+)
 def _logit_scaling(pair: Pair) -> str | None:
     config = pair.drafter.config
     used = []
@@ -142,101 +266,6 @@ def _logit_scaling(pair: Pair) -> str | None:
     )
 
 
-MODEL_RULES = (
-    Rule(
-        "hidden-size",
-        Severity.ERROR,
-        "the size of the target states that fc.weight takes, with the target's hidden_size",
-        f"{_OTHER_DRAFTER}.",
-        _hidden_size,
-    ),
-    Rule(
-        "target-layers",
-        Severity.ERROR,
-        "the drafter's layer ids and num_target_layers, with the target's num_hidden_layers",
-        f"{_OTHER_DRAFTER}; correct the field in the drafter's config.json only if you are sure "
-        "that it is a mistake.",
-        _target_layers,
-    ),
-    Rule(
-        "layer-order",
-        Severity.ERROR,
-        "the order of the drafter's layer ids, with the ascending order in which vLLM taps them",
-        "If the drafter was trained with the ids in this order, sort the ids and the column blocks "
-        "of fc.weight together; if only the list is out of order, sort it in its config.json.",
-        _layer_order,
-    ),
-    Rule(
-        "vocabulary",
-        Severity.ERROR,
-        "the drafter's vocab_size, with the target's",
-        f"{_OTHER_DRAFTER}. A reduced vocabulary belongs in draft_vocab_size of the speculators "
-        "format, with the tensors lm_head.weight and d2t; vocab_size stays the target's.",
-        _vocabulary,
-    ),
-    Rule(
-        "vocabulary-padding",
-        # Published drafters lack rows of padding, and a target may have a few new tokens.
-        Severity.WARNING,
-        "the drafter's vocab_size, with the target's, where they differ by padding only",
-        "Nothing to do if the tokenizer has no such ids; otherwise train a drafter for this "
-        "target.",
-        _vocabulary_padding,
-    ),
-    Rule(
-        "mask-token",
-        Severity.ERROR,
-        "the drafter's mask_token_id, with the rows of the target's embedding",
-        f"{_OTHER_DRAFTER}; mask_token_id in its config.json must be the id it was trained with.",
-        _mask_token,
-    ),
-    Rule(
-        "verifier",
-        # Names prove nothing: quantized and fine-tuned targets and renamed folders work with the
-        # drafter of the original. A model of other sizes breaks other rules.
-        Severity.WARNING,
-        "the target named in a speculators checkpoint, with the target that is served",
-        "This is fine for a quantized or fine-tuned copy of the named model, with a somewhat lower "
-        "acceptance; otherwise serve the named target, or choose another drafter with --draft.",
-        _verifier,
-    ),
-    Rule(
-        "rope",
-        # A drafter rotates its own queries and keys, so any theta works that it was trained with.
-        # Most drafters use the target's, but some published ones do not.
-        Severity.WARNING,
-        "theta and scaling of the drafter's rotary embedding, with the target's",
-        "Make sure that rope_theta and rope_parameters in the drafter's config.json are those of "
-        "its training; most drafters use the target's.",
-        _rope,
-    ),
-    Rule(
-        "partial-rotary",
-        # The files do not show whether the training code applied the field.
-        Severity.WARNING,
-        "the drafter's partial_rotary_factor, with whole heads",
-        "If the drafter was trained with code that ignores the field, remove "
-        "partial_rotary_factor from its config.json.",
-        _partial_rotary,
-    ),
-    Rule(
-        "embedding-scale",
-        Severity.ERROR,
-        "the drafter's input_embedding_scale, with what vLLM applies: none",
-        "vLLM 0.32 cannot serve this drafter as trained; use another drafter, or serve without "
-        "one.",
-        _embedding_scale,
-    ),
-    Rule(
-        "logit-scaling",
-        Severity.WARNING,  # monotone: the best token stays the best
-        "the drafter's output_multiplier and final_logit_softcapping, with what vLLM applies: none",
-        'Keep "draft_sample_method": "greedy" in --speculative-config, which is the default.',
-        _logit_scaling,
-    ),
-)
-
-
 def batched_tokens_for(max_num_seqs: int, draft_tokens: int) -> int:
     """The smallest max_num_batched_tokens with which all sequences decode in one step.
 
@@ -245,6 +274,7 @@ def batched_tokens_for(max_num_seqs: int, draft_tokens: int) -> int:
     return max_num_seqs * (1 + 2 * draft_tokens)
 
 
+@_server_rule("draft-tokens", "Lower num_speculative_tokens in --speculative-config.")
 def _draft_tokens(pair: Pair, settings: EngineSettings) -> str | None:
     limit = pair.drafter.config.max_draft_tokens
     if 1 <= settings.draft_tokens <= limit:
@@ -255,6 +285,9 @@ def _draft_tokens(pair: Pair, settings: EngineSettings) -> str | None:
     )
 
 
+@_server_rule(
+    "positions", "Lower --max-model-len accordingly, or use a drafter trained for longer texts."
+)
 def _positions(pair: Pair, settings: EngineSettings) -> str | None:
     positions, length = pair.drafter.config.max_positions, settings.max_model_len
     if positions >= length:
@@ -266,6 +299,11 @@ def _positions(pair: Pair, settings: EngineSettings) -> str | None:
     )
 
 
+@_server_rule(
+    "causality",
+    "Rewrite the drafter with `leadout convert DRAFTER NEW --to zlab`, which vLLM serves as "
+    "trained; a drafter with its own head needs `--to speculators`.",
+)
 def _causality(pair: Pair, settings: EngineSettings) -> str | None:
     trained = tuple(layer.causal for layer in pair.drafter.config.layers)
     served = settings.served_causal
@@ -282,6 +320,10 @@ def _describe_causality(causal: tuple[bool, ...]) -> str:
     return layers[0] if len(set(layers)) == 1 else ", ".join(layers)
 
 
+@_server_rule(
+    "mixed-layers",
+    "Start with VLLM_USE_V2_MODEL_RUNNER=1 where vLLM has Triton; V1 cannot run this drafter.",
+)
 def _mixed_layers(pair: Pair, settings: EngineSettings) -> str | None:
     windows = [layer.window for layer in pair.drafter.config.layers]
     mixed = None in windows and any(window is not None for window in windows)
@@ -293,6 +335,10 @@ def _mixed_layers(pair: Pair, settings: EngineSettings) -> str | None:
     )
 
 
+@_server_rule(
+    "non-causal-backend",
+    'Set another "attention_backend" in --speculative-config, such as FLASH_ATTN.',
+)
 def _non_causal_backend(pair: Pair, settings: EngineSettings) -> str | None:
     bidirectional = sum(not layer.causal for layer in pair.drafter.config.layers)
     if bidirectional == 0 or settings.backend_takes_non_causal is not False:
@@ -304,6 +350,7 @@ def _non_causal_backend(pair: Pair, settings: EngineSettings) -> str | None:
     )
 
 
+@_server_rule("dtype", "Add --dtype bfloat16, or float32 where the hardware has no bfloat16.")
 def _dtype(_: Pair, settings: EngineSettings) -> str | None:
     if settings.dtype != "float16":
         return None
@@ -313,6 +360,9 @@ def _dtype(_: Pair, settings: EngineSettings) -> str | None:
     )
 
 
+@_server_rule(
+    "batched-tokens", "Raise --max-num-batched-tokens to that number, or lower --max-num-seqs."
+)
 def _batched_tokens(_: Pair, settings: EngineSettings) -> str | None:
     tokens = settings.max_num_batched_tokens
     needed = batched_tokens_for(settings.max_num_seqs, settings.draft_tokens)
@@ -324,70 +374,6 @@ def _batched_tokens(_: Pair, settings: EngineSettings) -> str | None:
         f"({settings.max_num_seqs}) x (1 + 2 x {settings.draft_tokens} drafted tokens). Only "
         f"{at_once} requests would decode in a step, the others wait"
     )
-
-
-def _given_settings(
-    broken: Callable[[Pair, EngineSettings], str | None],
-) -> Callable[[Pair], str | None]:
-    """The rule for pairs with settings; without them it holds."""
-    return lambda pair: None if pair.settings is None else broken(pair, pair.settings)
-
-
-SERVER_RULES = (
-    Rule(
-        "draft-tokens",
-        Severity.ERROR,
-        "num_speculative_tokens, with the drafter's block size",
-        "Lower num_speculative_tokens in --speculative-config.",
-        _given_settings(_draft_tokens),
-    ),
-    Rule(
-        "positions",
-        Severity.ERROR,
-        "the drafter's max_position_embeddings, with max_model_len",
-        "Lower --max-model-len accordingly, or use a drafter trained for longer texts.",
-        _given_settings(_positions),
-    ),
-    Rule(
-        "causality",
-        Severity.ERROR,
-        "the causality of each draft layer as vLLM will serve it, with the drafter's training",
-        "Rewrite the drafter with `leadout convert DRAFTER NEW --to zlab`, which vLLM serves as "
-        "trained; a drafter with its own head needs `--to speculators`.",
-        _given_settings(_causality),
-    ),
-    Rule(
-        "mixed-layers",
-        Severity.ERROR,
-        "the kinds of attention in the drafter, with vLLM's model runner",
-        "Start with VLLM_USE_V2_MODEL_RUNNER=1 where vLLM has Triton; V1 cannot run this drafter.",
-        _given_settings(_mixed_layers),
-    ),
-    Rule(
-        "non-causal-backend",
-        Severity.ERROR,
-        "the drafter's bidirectional layers, with the attention backend that will run them",
-        'Set another "attention_backend" in --speculative-config, such as FLASH_ATTN.',
-        _given_settings(_non_causal_backend),
-    ),
-    Rule(
-        "dtype",
-        Severity.ERROR,
-        "the precision of target and drafter, with those that can represent fused target states",
-        "Add --dtype bfloat16, or float32 where the hardware has no bfloat16.",
-        _given_settings(_dtype),
-    ),
-    Rule(
-        "batched-tokens",
-        Severity.ERROR,
-        "max_num_batched_tokens, with max_num_seqs * (1 + 2K)",
-        "Raise --max-num-batched-tokens to that number, or lower --max-num-seqs.",
-        _given_settings(_batched_tokens),
-    ),
-)
-
-# In the order in which findings are shown.
-RULES: tuple[Rule, ...] = MODEL_RULES + SERVER_RULES
 
 
 def examine(pair: Pair) -> list[Finding]:

@@ -1,24 +1,71 @@
-"""The facts that the pairing rules need, from a target's config.json.
+"""What is known about a target: the facts that the pairing rules need, and a published drafter.
 
-Any model may be a target. Unlike the reader of drafters, this one reads a few fields and leaves
-the rest to the engine.
+Any model may be a target. Unlike the reader of drafters, this one reads a few fields of config.json
+and leaves the rest to the engine.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from leadout.checkpoints import CheckpointError, speculators, zlab
 from leadout.checkpoints.decoder_config import RopeFields, read_rope
-from leadout.checkpoints.errors import MISSING, Phrase
+from leadout.checkpoints.errors import MISSING, Phrase, missing
 from leadout.dflash.config import InvalidDrafterError, Rope
-from leadout.pairing.facts import TargetFacts
+from leadout.models import hub_name, same_model
 
 CONFIG = "config.json"
 # Where multimodal models keep their text decoder.
 _DECODER_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+
+class PublishedDrafter(NamedTuple):
+    """A drafter on the hub and the target it was trained for."""
+
+    target: str
+    drafter: str
+
+
+AS_OF = "2026-11"
+# Targets and their drafters on the Hugging Face hub, for `--draft auto`: plain DFlash drafters in
+# the two formats that Leadout reads, where the target is certain. Successors such as DFlash 2, and
+# drafters with attention sinks, gates or quantized weights, are not included. If a target has
+# several, the first is used.
+PUBLISHED = tuple(
+    PublishedDrafter(*row)
+    for row in (
+        ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+        ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash"),
+        ("Qwen/Qwen3-30B-A3B", "RedHatAI/Qwen3-30B-A3B-speculator.dflash"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+        ("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash"),
+        ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"),
+        ("Qwen/Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash"),
+        ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash"),
+        ("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+        ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
+        ("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash"),
+        ("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """The properties of a target that matter to a drafter."""
+
+    name: str  # a hub name or a folder, as the user gave it
+    hidden_size: int
+    num_layers: int
+    vocab_size: int  # rows of its embedding, padding included
+    rope: Rope | None  # None: not stated, or of a type that a drafter cannot have
+    max_positions: int | None
 
 
 def read_target(folder: Path, name: str | None = None) -> TargetFacts:
@@ -44,21 +91,27 @@ def read_any_config(folder: Path) -> dict[str, object]:
             folder, "folder", Phrase(problem), "the folder of a model", "Check the path."
         )
     if not path.exists():
-        raise CheckpointError(
+        raise missing(
             folder,
             CONFIG,
-            MISSING,
             "the folder of a Hugging Face model",
             "Check the path: it must be the folder that has the config.json.",
         )
     # Not the strict reader: configs of state-space models may contain Infinity.
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise _not_a_config(path, f"cannot be read ({problem})") from None
-    if not isinstance(config, dict):
-        raise _not_a_config(path, f"contains a {type(config).__name__}")
-    return config
+        problem = f"contains a {type(config).__name__}"
+    except (OSError, ValueError, RecursionError) as error:
+        config, problem = None, f"cannot be read ({error})"
+    if isinstance(config, dict):
+        return config
+    raise CheckpointError(
+        path,
+        "file",
+        Phrase(problem),
+        "the JSON object of a Hugging Face model",
+        "Check the path of the target, or download it again.",
+    )
 
 
 def target_from_config(
@@ -80,6 +133,20 @@ def target_from_config(
         rope=_rope(section, max_positions, source, at),
         max_positions=max_positions,
     )
+
+
+def find_published(target: str) -> PublishedDrafter | None:
+    """The drafter for a hub name, or for a local folder with the name of the model.
+
+    The whole name must match, ignoring case: base models, quantizations and copies of other owners
+    are different models.
+    """
+    named = hub_name(target)
+    for row in PUBLISHED:
+        same_owner = named is None or named.casefold() == row.target.casefold()
+        if same_owner and same_model(target, row.target):
+            return row
+    return None
 
 
 def _decoder_section(config: Mapping[str, object]) -> tuple[Mapping[str, object], str]:
@@ -114,12 +181,15 @@ def _rope(
     parameters = _mapping(section.get("rope_parameters"))
     scaling = _mapping(section.get("rope_scaling"))
     fields = RopeFields(
-        theta=_number(section.get("rope_theta")),
-        fraction=_number(section.get("partial_rotary_factor")),
-        parameters=parameters,
-        scaling=scaling,
+        rope_theta=_number(section.get("rope_theta")),
+        rope_parameters=parameters,
+        rope_scaling=scaling,
+        partial_rotary_factor=_number(section.get("partial_rotary_factor")),
     )
-    stated = [fields.theta, *(each.get("rope_theta") for each in (parameters, scaling) if each)]
+    stated = [
+        fields.rope_theta,
+        *(each.get("rope_theta") for each in (parameters, scaling) if each),
+    ]
     kinds = section.get("layer_types")
     layer_types = {str(kind) for kind in kinds} if isinstance(kinds, list | tuple) else set()
     per_kind = parameters is not None and any(kind in parameters for kind in layer_types)
@@ -133,19 +203,9 @@ def _rope(
         return None
 
 
-def _mapping(value: object) -> Mapping[str, object] | None:
+def _mapping(value: object) -> dict[str, object] | None:
     return value if isinstance(value, dict) and value else None
 
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def _not_a_config(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        path,
-        "file",
-        Phrase(problem),
-        "the JSON object of a Hugging Face model",
-        "Check the path of the target, or download it again.",
-    )

@@ -416,13 +416,11 @@ def test_absent_sizes_take_the_defaults_of_qwen3_and_say_so(zlab_folder: Path) -
 def test_defaults_are_those_of_the_installed_transformers() -> None:
     from transformers import Qwen3Config
 
-    from leadout.checkpoints.zlab import DEFAULT_WINDOW, WORTH_STATING, ModelFields
+    from leadout.checkpoints.zlab import DEFAULT_WINDOW, DEFAULTS, ModelFields
 
     qwen3 = Qwen3Config()
-    ours = ModelFields()
-    assert {name: getattr(ours, name) for name in WORTH_STATING} == {
-        name: getattr(qwen3, name) for name in WORTH_STATING
-    }
+    ours = ModelFields.model_validate(DEFAULTS)
+    assert {name: getattr(qwen3, name) for name in DEFAULTS} == DEFAULTS
     assert Qwen3Config(use_sliding_window=True).sliding_window == DEFAULT_WINDOW
     assert ours.max_window_layers == qwen3.max_window_layers
     assert ours.attention_bias == qwen3.attention_bias

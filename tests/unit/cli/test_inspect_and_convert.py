@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from leadout.checkpoints import read_checkpoint, write_checkpoint
-from leadout.checkpoints.describe import Description
+from leadout.checkpoints.checkpoint import Description
 from leadout.cli.app import app
 from support.drafters import FULL, MINI, SLIDING, edit_config, random_weights
 

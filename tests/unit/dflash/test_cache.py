@@ -54,21 +54,14 @@ class Append:
 
 
 @dataclass(frozen=True)
-class RollBack:
-    shares: list[float]
-
-
-@dataclass(frozen=True)
 class Keep:
     order: list[int]
 
 
 BATCH = 3
 COUNTS = st.lists(st.integers(0, 7), min_size=BATCH, max_size=BATCH)
-SHARES = st.lists(st.floats(0, 1), min_size=BATCH, max_size=BATCH)
 STEPS = st.lists(
     st.builds(Append, COUNTS, st.integers(0, 3))
-    | st.builds(RollBack, SHARES)
     | st.builds(Keep, st.lists(st.integers(0, BATCH - 1), min_size=1, max_size=BATCH, unique=True)),
     min_size=1,
     max_size=8,
@@ -93,12 +86,6 @@ def test_any_history_equals_recomputation(drafter: Drafter, steps: list[Any], se
                     histories[row] = torch.cat([histories[row], states[row, :count]])
                     states[row, count:] = torch.nan  # what is rejected must not matter at all
                 cache.append(drafter, states, torch.tensor(counts))
-            case RollBack(shares):
-                histories = [
-                    history[: round(share * len(history))]
-                    for history, share in zip(histories, shares, strict=False)
-                ]
-                cache.roll_back(torch.tensor([len(history) for history in histories]))
             case Keep(order):
                 order = [row for row in order if row < rows] or [0]
                 histories = [histories[row] for row in order]
@@ -111,12 +98,11 @@ def test_any_history_equals_recomputation(drafter: Drafter, steps: list[Any], se
             torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0)
 
 
-def test_forgotten_and_missing_tokens_are_zero_not_merely_masked(drafter: Drafter) -> None:
+def test_rejected_and_missing_tokens_are_zero_not_merely_masked(drafter: Drafter) -> None:
     cache = new_cache(drafter, 2)
     poisoned = torch.randn(2, 6, TAPS)
-    poisoned[:, 4:] = torch.nan
-    cache.append(drafter, poisoned, torch.tensor([6, 2]))
-    cache.roll_back(torch.tensor([4, 1]))
+    poisoned[0, 4:] = poisoned[1, 1:] = torch.nan
+    cache.append(drafter, poisoned, torch.tensor([4, 1]))
     cache.append(drafter, torch.randn(2, 1, TAPS), torch.tensor([1, 0]))
     view = cache.view()
     assert view.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
@@ -171,12 +157,3 @@ def test_committing_more_than_was_given_is_refused(drafter: Drafter, counts: lis
     with pytest.raises(ValueError, match=r"counts.*expected each between 0 and 2"):
         cache.append(drafter, torch.randn(2, 2, TAPS), torch.tensor(counts))
     assert cache.lengths.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("lengths", [[3, 2], [-1, 2]])
-def test_rolling_back_to_a_longer_row_is_refused(drafter: Drafter, lengths: list[int]) -> None:
-    cache = new_cache(drafter, 2)
-    cache.append(drafter, torch.randn(2, 2, TAPS), torch.tensor([2, 2]))
-    with pytest.raises(ValueError, match="lengths to roll back to are"):
-        cache.roll_back(torch.tensor(lengths))
-    assert cache.lengths.tolist() == [2, 2]

@@ -1,4 +1,4 @@
-"""Targets as their config files describe them."""
+"""Targets as their config files describe them, and their published drafters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from leadout.checkpoints import CheckpointError
 from leadout.dflash.config import LinearScaling, Llama3Scaling, Rope, Yarn
 from leadout.pairing import TargetFacts, read_target, target_from_config
+from leadout.pairing.target import PUBLISHED, find_published
 
+QWEN3_8B = "z-lab/Qwen3-8B-DFlash-b16"
 SIZES = {"hidden_size": 64, "num_hidden_layers": 6, "vocab_size": 320}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {
@@ -154,3 +156,60 @@ def test_a_drafter_in_place_of_the_target(drafter_folder: Path) -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing; expected the folder of"):
         read_target(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "Qwen/Qwen3-8B",
+        "qwen/QWEN3-8b",
+        "/models/Qwen3-8B",
+        "/models/qwen3-8b/",
+        "./Qwen3-8B",
+        "Qwen3-8B",
+        "/hub/models--Qwen--Qwen3-8B/snapshots/0ac7575",
+    ],
+)
+def test_a_published_drafter_by_the_names_of_its_target(target: str) -> None:
+    found = find_published(target)
+    assert found is not None
+    assert (found.target, found.drafter) == ("Qwen/Qwen3-8B", QWEN3_8B)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "Qwen/Qwen3-8B-Base",
+        "Qwen/Qwen3-8B-FP8",
+        "Qwen/Qwen3",
+        "someone/Qwen3-8B",  # may be anything
+        "/models/Qwen3-8B-Base",
+        "/models/Qwen3-8B/weights",
+        "/hub/models--someone--Qwen3-8B/snapshots/0ac7575",
+        "z-lab/Qwen3-8B-DFlash-b16",
+        "",
+        "/",
+    ],
+)
+def test_similar_names_are_other_models(target: str) -> None:
+    assert find_published(target) is None
+
+
+def test_a_folder_that_looks_like_a_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_published("models/Qwen3-8B") is None
+    (tmp_path / "models" / "Qwen3-8B").mkdir(parents=True)
+    found = find_published("models/Qwen3-8B")
+    assert found is not None
+    assert found.drafter == QWEN3_8B
+
+
+def test_every_published_target_is_found() -> None:
+    assert len(set(PUBLISHED)) == len(PUBLISHED)
+    for row in PUBLISHED:
+        found = find_published(row.target)
+        assert found is not None
+        assert found.target == row.target
+        assert row.drafter.count("/") == 1
