@@ -26,7 +26,7 @@ from leadout.models import last_part
 from leadout.train.export import SETTINGS, write_best
 from leadout.train.progress import curves_of, progress_listener, read_log
 from leadout.train.run import Run
-from leadout.train.run_state import RunStatus
+from leadout.train.state import RunStatus
 
 RECORD = "learned.json"
 

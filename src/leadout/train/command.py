@@ -33,8 +33,8 @@ from leadout.train.progress import (
     require_tensorboard,
 )
 from leadout.train.run import WORK, Corpus, Run, complete_settings, read_corpus
-from leadout.train.run_state import RunStatus
 from leadout.train.served import ServedAcceptance, compare_with_served, require_agreement
+from leadout.train.state import RunStatus
 
 DRAFTER = "drafter"
 DATA_HASH = "data-hash"

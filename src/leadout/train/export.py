@@ -14,7 +14,7 @@ from leadout.files import replacing, write_text
 from leadout.models import hub_name, last_part
 from leadout.train.progress import Curves, Record, TrainReport, curves_of
 from leadout.train.run import Run
-from leadout.train.run_state import load_best
+from leadout.train.state import load_best
 
 CARD = "README.md"
 SETTINGS = "training.yaml"

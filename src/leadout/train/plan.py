@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.data.manifest import DataFolder
 from leadout.train.loop import sequences_of_step
-from leadout.train.optimizer import make_optimizers
 from leadout.train.run import Run
+from leadout.train.state import make_optimizers
 
 TIMED_STEPS = 2
 # Held-out acceptance length of a drafter for SmolLM2-135M-Instruct (2 layers, B = 8) after so many

@@ -15,8 +15,8 @@ from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.hidden_states import StatesOnDisk
 from leadout.files import write_text
 from leadout.train.config import TrainConfig, TrainError
-from leadout.train.run_state import read_status
 from leadout.train.served import ServedAcceptance
+from leadout.train.state import read_status
 
 if TYPE_CHECKING:
     from leadout.train.run import Run

@@ -32,19 +32,19 @@ from leadout.evaluate.hidden_states import (
 from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.models import fingerprint
-from leadout.shards import Sample, Samples
+from leadout.shards import Samples
 from leadout.train.config import TrainConfig, TrainError
 from leadout.train.init import (
     choose_mask_token,
     default_layers,
-    initial_drafter,
     new_config,
+    new_drafter,
     spread_layer_ids,
+    trained_drafter,
 )
 from leadout.train.loop import Gradient, Loop, total_steps
-from leadout.train.optimizer import MasterWeights
 from leadout.train.progress import Listener
-from leadout.train.run_state import RunStatus, remove_partial_files
+from leadout.train.state import MasterWeights, RunStatus
 
 WORK = "run"  # the part of the output folder that a run needs to continue
 STATES = "states.bin"
@@ -81,11 +81,14 @@ def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size:
             f"{len(parts.validation)} greedy ones to hold out; at least 1 of each is required. "
             "Generate more data, with a --greedy-share above 0."
         )
-    if not any(_has_whole_block(samples[index], config) for index in parts.validation):
+    held_out = [samples[index] for index in parts.validation]
+    if not any(
+        min(len(each.response), config.max_length - len(each.prompt)) >= config.block_size
+        for each in held_out
+    ):  # acceptance can only be measured on whole blocks
         raise TrainError(
-            f"--block-size {config.block_size} is too large: none of the "
-            f"{len(parts.validation)} held-out answers has that many tokens within --max-length "
-            f"{config.max_length}."
+            f"--block-size {config.block_size} is too large: none of the {len(held_out)} held-out "
+            f"answers has that many tokens within --max-length {config.max_length}."
         )
     training = set(parts.train)
     lengths, counts = [], torch.zeros(vocab_size, dtype=torch.int64)
@@ -95,12 +98,6 @@ def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size:
         if index in training:
             counts += torch.bincount(torch.tensor(sample.response), minlength=vocab_size)
     return Corpus(samples, parts, lengths, counts, data.content_hash())
-
-
-def _has_whole_block(sample: Sample, config: TrainConfig) -> bool:
-    """Whether acceptance can be measured on the sample's answer."""
-    within = config.max_length - len(sample.prompt)
-    return min(len(sample.response), within) >= config.block_size
 
 
 def complete_settings(
@@ -168,7 +165,7 @@ class Run:
         self.ranks = ranks
         self.folder = out / WORK
         self._target = target
-        self._precision = getattr(torch, config.precision)
+        self._precision: torch.dtype = getattr(torch, config.precision)
         self.drafter_config = shape or new_config(
             target,
             AutoConfig.from_pretrained(target),
@@ -177,7 +174,10 @@ class Run:
             target_layer_ids=config.target_layer_ids,
             mask_token_id=config.mask_token_id,
         )
-        self.drafter = initial_drafter(self.drafter_config, config.initial, config.seed)
+        if config.initial == "random":
+            self.drafter = new_drafter(self.drafter_config, config.seed)
+        else:
+            self.drafter = trained_drafter(self.drafter_config, Path(config.initial))
         self.drafter.to(ranks.device)
         self.weights = MasterWeights(self.drafter, self._precision)
         self.target_weights = load_target_weights(
@@ -199,19 +199,9 @@ class Run:
     def train(self, listen: Listener) -> RunStatus:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.ranks.is_leader:
-            remove_partial_files(self.folder)
-        loop = Loop(
-            self.folder,
-            self.weights,
-            self.gradient,
-            self.config,
-            self.ranks,
-            self.corpus.split.train,
-            self.fetch,
-            self.validate,
-            listen,
-        )
-        return loop.run()
+            for path in self.folder.glob(".*.safetensors.*.partial"):  # of a killed run
+                path.unlink()
+        return Loop(self, listen).train()
 
     def fetch(self, index: int) -> Indexed:
         return index, to_sequence(self.corpus.samples[index], self.config.max_length)

@@ -22,7 +22,7 @@ from leadout.train import command, served
 from leadout.train.config import TrainConfig
 from leadout.train.progress import read_log
 from leadout.train.run import Corpus, Run
-from leadout.train.run_state import load_best
+from leadout.train.state import load_best
 from support.small_runs import SMALL, KilledError, MakeRun
 from support.tiny_data import STOPS, loaded, write_data
 
