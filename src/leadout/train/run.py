@@ -90,14 +90,19 @@ def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size:
             f"--block-size {config.block_size} is too large: none of the {len(held_out)} held-out "
             f"answers has that many tokens within --max-length {config.max_length}."
         )
+    return make_corpus(samples, parts, config.max_length, vocab_size, data.content_hash())
+
+
+def make_corpus(
+    samples: Samples, parts: Split, max_length: int, vocab_size: int, content_hash: str
+) -> Corpus:
     training = set(parts.train)
     lengths, counts = [], torch.zeros(vocab_size, dtype=torch.int64)
-    for index in range(len(samples)):
-        sample = samples[index]
-        lengths.append(min(len(sample.prompt) + len(sample.response), config.max_length))
+    for index, sample in enumerate(samples):
+        lengths.append(min(len(sample.prompt) + len(sample.response), max_length))
         if index in training:
             counts += torch.bincount(torch.tensor(sample.response), minlength=vocab_size)
-    return Corpus(samples, parts, lengths, counts, data.content_hash())
+    return Corpus(samples, parts, lengths, counts, content_hash)
 
 
 def complete_settings(
@@ -164,8 +169,7 @@ class Run:
         self.corpus = corpus
         self.ranks = ranks
         self.folder = out / WORK
-        self._target = target
-        self._precision: torch.dtype = getattr(torch, config.precision)
+        precision: torch.dtype = getattr(torch, config.precision)
         self.drafter_config = shape or new_config(
             target,
             AutoConfig.from_pretrained(target),
@@ -179,20 +183,30 @@ class Run:
         else:
             self.drafter = trained_drafter(self.drafter_config, Path(config.initial))
         self.drafter.to(ranks.device)
-        self.weights = MasterWeights(self.drafter, self._precision)
-        self.target_weights = load_target_weights(
-            TargetFiles(target), self._precision, ranks.device
-        )
+        self.weights = MasterWeights(self.drafter, precision)
+        self.target_weights = load_target_weights(TargetFiles(target), precision, ranks.device)
         self._forward = BlockForward(self.drafter, self.target_weights.embedding)
         compiled = torch.compile(self._forward, dynamic=False) if config.compile else self._forward
-        self.source = self._state_source()
+        taps = self.drafter_config.target_layer_ids
+        computed = ComputedStates(
+            lambda: Target(load_model(target, precision).to(ranks.device), taps)
+        )
+        self.source: StateSource = computed
+        if config.states == "disk":
+            self.source = StatesOnDisk(
+                self.folder / STATES,
+                computed,
+                corpus.lengths,
+                taps=len(taps),
+                hidden_size=self.drafter_config.context_size,
+                dtype=precision,
+            )
+        count, counts = config.candidates, corpus.token_counts
+        frequent = None  # None: score the whole vocabulary
+        if count is not None and count < len(counts):
+            frequent = counts.topk(count).indices.to(ranks.device)
         self.gradient = Gradient(
-            compiled,
-            self.weights,
-            self.target_weights,
-            self.source,
-            config,
-            self._frequent_tokens(),
+            compiled, self.weights, self.target_weights, self.source, config, frequent
         )
         self.steps = total_steps(len(corpus.split.train), config)
 
@@ -219,27 +233,3 @@ class Run:
             return accepted_drafts(self._forward, self.target_weights, self.source, part, size)
 
         return summarise(accepted_drafts_over_ranks(self.ranks, sequences, accepted, size), size)
-
-    def _state_source(self) -> StateSource:
-        computed = ComputedStates(self._load_target)
-        if self.config.states == "compute":
-            return computed
-        return StatesOnDisk(
-            self.folder / STATES,
-            computed,
-            self.corpus.lengths,
-            taps=len(self.drafter_config.target_layer_ids),
-            hidden_size=self.drafter_config.context_size,
-            dtype=self._precision,
-        )
-
-    def _load_target(self) -> Target:
-        model = load_model(self._target, self._precision).to(self.ranks.device)
-        return Target(model, self.drafter_config.target_layer_ids)
-
-    def _frequent_tokens(self) -> Tensor | None:
-        """The most frequent tokens of the answers, or None: score the whole vocabulary."""
-        count = self.config.candidates
-        if count is None or count >= len(self.corpus.token_counts):
-            return None
-        return self.corpus.token_counts.topk(count).indices.to(self.ranks.device)
