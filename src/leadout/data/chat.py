@@ -52,12 +52,13 @@ class Chat:
 
     @property
     def template_hash(self) -> str:
-        return _hash(self._tokenizer.get_chat_template().encode())
+        return hashlib.sha256(self._tokenizer.get_chat_template().encode()).hexdigest()
 
     @property
     def tokenizer_hash(self) -> str:
         file = self._folder / "tokenizer.json"
-        return _hash(file.read_bytes()) if file.exists() else _hash(repr(self._tokenizer).encode())
+        content = file.read_bytes() if file.exists() else repr(self._tokenizer).encode()
+        return hashlib.sha256(content).hexdigest()
 
     @property
     def end_of_turn(self) -> int | None:
@@ -103,7 +104,3 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
