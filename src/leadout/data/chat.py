@@ -71,8 +71,7 @@ class Chat:
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a text without the template."""
-        ids: list[int] = self._tokenizer.encode(text)
-        return ids
+        return list(self._tokenizer.encode(text))
 
     def user_prefix(self) -> list[int]:
         """Token ids of what the template puts before the text of a first user turn."""
@@ -87,8 +86,7 @@ class Chat:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return decoded
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _render(self, turns: Sequence[str], answers: Sequence[str]) -> str:
         messages = []
@@ -102,5 +100,4 @@ class Chat:
         return rendered
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -122,7 +122,6 @@ class Conversation:
     turns: list[str]
     greedy: bool
     answers: list[str] = field(default_factory=list)
-    request: TextRequest | None = None  # the one in flight
 
     @property
     def next_sample_id(self) -> str:
@@ -169,7 +168,7 @@ class AnswerQueue:
         self._sampling = sampling
         self._writer = writer
         self._max_queued = max_queued
-        self._in_flight: dict[str, Conversation] = {}
+        self._in_flight: dict[str, tuple[Conversation, TextRequest]] = {}
         self.skipped = 0  # conversations that are too long, or without a user turn
 
     def run(
@@ -191,11 +190,10 @@ class AnswerQueue:
 
     def _start(self, conversation: Conversation, done: Mapping[str, Sample]) -> None:
         """Submit the first turn that an earlier run has not answered."""
-        while conversation.next_sample_id in done:
+        while (name := conversation.next_sample_id) in done:
             if len(conversation.answers) + 1 >= len(conversation.turns):
                 return  # all turns, or the one that the target wrote, are answered
-            sample = done[conversation.next_sample_id]
-            conversation.answers.append(self._chat.text(sample.response))
+            conversation.answers.append(self._chat.text(done[name].response))
         self._submit_next(conversation)
 
     def _submit_next(self, conversation: Conversation) -> None:
@@ -225,15 +223,12 @@ class AnswerQueue:
         if len(request.prompt) + request.max_tokens > sampling.max_length:
             self.skipped += 1
             return
-        conversation.request = request
-        self._in_flight[request.id] = conversation
+        self._in_flight[request.id] = conversation, request
         self._engine.submit(request)
 
     def _receive(self, answer: Completion) -> Sample | None:
         """Write an answer and submit the next turn; returns None for a user turn."""
-        conversation = self._in_flight.pop(answer.id)
-        request = conversation.request
-        assert request is not None
+        conversation, request = self._in_flight.pop(answer.id)
         if not conversation.turns:
             turn = self._chat.text(answer.tokens).strip()
             if turn:

@@ -26,7 +26,7 @@ from leadout.files import replacing, write_text
 from leadout.models import hub_name, last_part
 from leadout.train.config import TrainConfig
 from leadout.train.progress import Curves, Record, curves_of
-from leadout.train.run import Run
+from leadout.train.run import Run, evenly_spaced
 from leadout.train.state import load_best
 
 CARD = "README.md"
@@ -98,9 +98,7 @@ class TrainReport(BaseModel):
 
 def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:
     """Compare on a short decode of held-out prompts, spread over the sources."""
-    indices = run.corpus.split.validation
-    count = min(SERVED_PROMPTS, len(indices))
-    chosen = [indices[place * len(indices) // count] for place in range(count)]
+    chosen = evenly_spaced(run.corpus.split.validation, SERVED_PROMPTS)
     prompts = [run.corpus.samples[index].prompt for index in chosen]
     longest = max(len(prompt) for prompt in prompts)
     length = min(longest + SERVED_TOKENS + run.config.block_size, run.drafter_config.max_positions)

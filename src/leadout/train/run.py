@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from leadout.train.loop import Gradient, Loop, total_steps
 from leadout.train.progress import Listener
 from leadout.train.state import MasterWeights, RunStatus
 
+_Item = TypeVar("_Item")
 WORK = "run"  # the part of the output folder that a run needs to continue
 STATES = "states.bin"
 # From the second epoch on, reading states is cheaper than computing them: a pass of the target
@@ -103,6 +104,12 @@ def make_corpus(
         if index in training:
             counts += torch.bincount(torch.tensor(sample.response), minlength=vocab_size)
     return Corpus(samples, parts, lengths, counts, content_hash)
+
+
+def evenly_spaced(items: Sequence[_Item], count: int) -> list[_Item]:
+    """At most `count` of the items, from their whole range."""
+    taken = min(count, len(items))
+    return [items[len(items) * place // taken] for place in range(taken)]
 
 
 def complete_settings(
@@ -192,7 +199,7 @@ class Run:
             lambda: Target(load_model(target, precision).to(ranks.device), taps)
         )
         self.source: StateSource = computed
-        if config.states == "disk":
+        if config.states != "compute":
             self.source = StatesOnDisk(
                 self.folder / STATES,
                 computed,
