@@ -20,7 +20,7 @@ import common  # noqa: F401 - sets the environment
 from leadout.console import Progress
 from leadout.evaluate.compare import acceptance_by_drafter
 from leadout.learn.config import CycleSettings
-from leadout.learn.gate import Margins, Trial, check_lossless, compare, decide, evaluate
+from leadout.learn.gate import Trial, check_lossless, compare, decide, evaluate
 from leadout.provenance import Provenance
 from support.gate_candidates import (
     CANDIDATES,
@@ -31,7 +31,7 @@ from support.gate_candidates import (
 )
 from support.learn_world import ALONE, SETTINGS_OF_FIRST, World, make_world
 
-MARGINS = Margins(gain=CycleSettings().gain, base_loss=CycleSettings().base_loss)
+SETTINGS = CycleSettings()
 LENGTH = SETTINGS_OF_FIRST.max_length
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         ]
     result = {
         "provenance": Provenance.of_this_run().model_dump(),
-        "margins": MARGINS.model_dump(),
+        "margins": SETTINGS.model_dump(include={"gain", "base_loss"}),
         "right_decisions": sum(row["passed"] == row["deserves_to_pass"] for row in rows),
         "candidates": rows,
     }
@@ -70,7 +70,7 @@ def row(candidate: Candidate, world: World, folder: Path) -> dict[str, Any]:
         device=ALONE.device,
     )
     evidence = evaluate(trial, check_lossless, Progress.silent())
-    decision = decide(evidence, MARGINS)
+    decision = decide(evidence, SETTINGS)
     found: dict[str, Any] = {
         "name": candidate.name,
         "deserves_to_pass": not candidate.broken_rules,

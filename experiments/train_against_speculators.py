@@ -45,7 +45,7 @@ from leadout.train.config import TrainConfig
 from leadout.train.loop import sequences_of_step
 from leadout.train.progress import Record, StepRecord
 from leadout.train.run import STATES, WORK, Corpus, Run, complete_settings, read_corpus
-from leadout.train.run_state import load_best
+from leadout.train.state import load_best
 from leadout.version import installed_version
 
 LAYERS = 2

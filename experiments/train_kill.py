@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from common import KillableCommand, write_result
 from leadout.train.progress import LOG, StepRecord, read_log
-from leadout.train.run_state import BEST, STATE
+from leadout.train.state import BEST, STATE
 from support.tiny_data import write_predictable_target, write_tiny_data
 
 KILLS = 10

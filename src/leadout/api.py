@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from leadout.check.result import CheckResult
     from leadout.control.tuned_file import Tuned
     from leadout.dflash.drafter import Drafter
-    from leadout.train.progress import TrainReport
+    from leadout.train.export import TrainReport
 
 
 def load_drafter(name: str | Path, revision: str | None = None) -> Drafter:

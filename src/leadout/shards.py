@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -68,12 +67,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.fsync(self._handle)
         os.close(self._handle)
         self._lock.release()
@@ -120,11 +114,16 @@ class Samples(Sequence[Sample]):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = list(paths)
-        self._shards = array("H")  # the file of each sample ...
-        self._offsets = array("q")  # ... and its offset there
-        for _, shard, offset in _places_by_id(self._paths):
-            self._shards.append(shard)
-            self._offsets.append(offset)
+        found = sorted(
+            (sample.id, shard, offset)
+            for shard, path in enumerate(self._paths)
+            for offset, sample in read_shard(path)
+        )
+        for (first, _, _), (second, shard, _) in pairwise(found):
+            if first == second:
+                raise _repeated(self._paths[shard], second)
+        self._shards = array("H", (shard for _, shard, _ in found))  # the file of each sample ...
+        self._offsets = array("q", (offset for _, _, offset in found))  # ... and its offset there
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -135,19 +134,6 @@ class Samples(Sequence[Sample]):
     def path_of(self, index: int) -> Path:
         """The file of a sample."""
         return self._paths[self._shards[index]]
-
-
-def _places_by_id(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    found = [
-        (sample.id, shard, offset)
-        for shard, path in enumerate(paths)
-        for offset, sample in read_shard(path)
-    ]
-    found.sort()
-    for (first, _, _), (second, shard, _) in pairwise(found):
-        if first == second:
-            raise _repeated(paths[shard], second)
-    return found
 
 
 def _repeated(path: Path, name: str) -> ShardError:

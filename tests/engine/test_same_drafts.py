@@ -19,7 +19,7 @@ from leadout.checkpoints import convert, load_drafter
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
 from leadout.engine.plugin import FLAG, SWITCH
-from leadout.train.draft_vocab import reduce_draft_vocab
+from leadout.train.init import reduce_draft_vocab
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import ROOT
 from support.shared import QUICK_DRAFTER, chat_tokens, first_turns

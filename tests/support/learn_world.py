@@ -22,7 +22,7 @@ from leadout.dflash.generate import generate
 from leadout.engine.capture_store import INFO, SOURCE, CaptureInfo, sample_id, segment_name
 from leadout.evaluate.blocks import Split, split
 from leadout.evaluate.ranks import Ranks
-from leadout.learn.promote import start_registry
+from leadout.learn.cycle import start_registry
 from leadout.models import fingerprint
 from leadout.registry import Registry
 from leadout.shards import Sample, Samples, ShardWriter

@@ -15,8 +15,8 @@ from leadout.data.manifest import DataFolder
 from leadout.evaluate.ranks import Ranks, joined_ranks
 from leadout.train.config import TrainConfig
 from leadout.train.loop import sequences_of_step
-from leadout.train.optimizer import sum_gradients_over_ranks
 from leadout.train.run import Run, complete_settings, read_corpus
+from leadout.train.state import sum_gradients_over_ranks
 from support.models import TINY_VOCAB
 
 FIRST, FINAL, VALIDATION = "first.safetensors", "final.safetensors", "validation.json"

@@ -64,7 +64,7 @@ app.command(
     cls=settings_command("leadout.bench.settings:BenchSettings"),
     context_settings={"allow_extra_args": True},
 )(bench.bench)
-app.command("data", cls=settings_command("leadout.data.settings:DataSettings"))(data.data)
+app.command("data", cls=settings_command("leadout.data.manifest:DataSettings"))(data.data)
 app.command("inspect", cls=PanelCommand)(inspect.inspect)
 app.command("convert", cls=PanelCommand)(convert.convert)
 app.command("train", cls=settings_command("leadout.train.config:TrainConfig"))(train.train)

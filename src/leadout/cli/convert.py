@@ -67,7 +67,7 @@ def _with_draft_vocab(
     from leadout.data.manifest import DataFolder
     from leadout.models import local_folder
     from leadout.settings import SettingsError
-    from leadout.train.draft_vocab import reduce_draft_vocab
+    from leadout.train.init import reduce_draft_vocab
 
     if to != "speculators":
         raise SettingsError(

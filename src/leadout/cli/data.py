@@ -17,7 +17,7 @@ def data(
 
     from leadout.console import Progress
     from leadout.data.generate import generate_data, print_summary
-    from leadout.data.settings import DataSettings
+    from leadout.data.manifest import DataSettings
 
     settings = settings_of(context, DataSettings)
     with Progress("data") as progress:

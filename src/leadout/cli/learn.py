@@ -50,7 +50,7 @@ def learn(
 
 
 def _start_registry(config: "LearnConfig", drafter: str, as_json: bool) -> None:
-    from leadout.learn.promote import start_registry
+    from leadout.learn.cycle import start_registry
 
     target = config.required("target")
     started = start_registry(target, config.registry, drafter)

@@ -52,12 +52,13 @@ class Chat:
 
     @property
     def template_hash(self) -> str:
-        return _hash(self._tokenizer.get_chat_template().encode())
+        return hashlib.sha256(self._tokenizer.get_chat_template().encode()).hexdigest()
 
     @property
     def tokenizer_hash(self) -> str:
         file = self._folder / "tokenizer.json"
-        return _hash(file.read_bytes()) if file.exists() else _hash(repr(self._tokenizer).encode())
+        content = file.read_bytes() if file.exists() else repr(self._tokenizer).encode()
+        return hashlib.sha256(content).hexdigest()
 
     @property
     def end_of_turn(self) -> int | None:
@@ -70,8 +71,7 @@ class Chat:
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a text without the template."""
-        ids: list[int] = self._tokenizer.encode(text)
-        return ids
+        return list(self._tokenizer.encode(text))
 
     def user_prefix(self) -> list[int]:
         """Token ids of what the template puts before the text of a first user turn."""
@@ -86,8 +86,7 @@ class Chat:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return decoded
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _render(self, turns: Sequence[str], answers: Sequence[str]) -> str:
         messages = []
@@ -101,9 +100,4 @@ class Chat:
         return rendered
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +19,17 @@ from rich.console import Console
 
 from leadout.console import Advance, Progress, table
 from leadout.data.chat import Chat
-from leadout.data.manifest import NONE, Count, Job, Manifest, Sampling, manifest_path, shard_path
+from leadout.data.manifest import (
+    NONE,
+    Count,
+    DataSettings,
+    Job,
+    Manifest,
+    Sampling,
+    manifest_path,
+    shard_path,
+)
 from leadout.data.prompts import Prompt, prompts_hash, read_prompts
-from leadout.data.settings import DataSettings
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, local_folder
@@ -60,9 +69,8 @@ def generate_data(
             try:
                 engine = _start_engine(settings, folder, progress)
                 # Twice as many as run at a time: a finished request is replaced without a pause.
-                queue = AnswerQueue(
-                    engine, chat, settings.sampling, writer, 2 * settings.concurrency
-                )
+                size = 2 * settings.concurrency
+                queue = AnswerQueue(engine, chat, settings.sampling, writer, size)
                 advance = progress.stage("answers", total, done=counts.samples)
                 queue.run(todo, done, _recorder(counts, advance))
                 counts.skipped = queue.skipped
@@ -98,7 +106,8 @@ def _recorder(counts: _Counts, advance: Advance) -> Callable[[Sample], None]:
         nonlocal tokens
         tokens += len(sample.response)
         counts.add(sample)
-        counts.save_sometimes()
+        if time.monotonic() - counts.saved_at > SAVE_EVERY_SECONDS:
+            counts.save()
         advance(note=f"{tokens / max(time.monotonic() - began, 1e-3):,.0f} tokens/s")
 
     return record
@@ -113,11 +122,6 @@ class Conversation:
     turns: list[str]
     greedy: bool
     answers: list[str] = field(default_factory=list)
-    request: TextRequest | None = None  # the one in flight
-
-    @property
-    def needs_user_turn(self) -> bool:
-        return not self.turns
 
     @property
     def next_sample_id(self) -> str:
@@ -164,7 +168,7 @@ class AnswerQueue:
         self._sampling = sampling
         self._writer = writer
         self._max_queued = max_queued
-        self._in_flight: dict[str, Conversation] = {}
+        self._in_flight: dict[str, tuple[Conversation, TextRequest]] = {}
         self.skipped = 0  # conversations that are too long, or without a user turn
 
     def run(
@@ -174,14 +178,10 @@ class AnswerQueue:
         record: Callable[[Sample], None],
     ) -> None:
         """Answer all conversations; `done` has the samples that an earlier run wrote."""
-        waiting: Iterator[Conversation] = iter(todo)
-        more = True
-        while more or self._engine.running:
-            while more and self._engine.running < self._max_queued:
-                conversation = next(waiting, None)
-                more = conversation is not None
-                if conversation is not None:
-                    self._start(conversation, done)
+        waiting = deque(todo)
+        while waiting or self._engine.running:
+            while waiting and self._engine.running < self._max_queued:
+                self._start(waiting.popleft(), done)
             if self._engine.running:
                 for answer in self._engine.step():
                     sample = self._receive(answer)
@@ -190,62 +190,46 @@ class AnswerQueue:
 
     def _start(self, conversation: Conversation, done: Mapping[str, Sample]) -> None:
         """Submit the first turn that an earlier run has not answered."""
-        while conversation.next_sample_id in done:
+        while (name := conversation.next_sample_id) in done:
             if len(conversation.answers) + 1 >= len(conversation.turns):
                 return  # all turns, or the one that the target wrote, are answered
-            sample = done[conversation.next_sample_id]
-            conversation.answers.append(self._chat.text(sample.response))
+            conversation.answers.append(self._chat.text(done[name].response))
         self._submit_next(conversation)
 
     def _submit_next(self, conversation: Conversation) -> None:
         """Request the user turn or the next answer, unless it could exceed the maximum length."""
-        if conversation.needs_user_turn:
-            request = self._user_turn_request(conversation)
+        from leadout.engine.offline import TextRequest
+
+        sampling, turns, answers = self._sampling, conversation.turns, conversation.answers
+        if not turns:  # the target writes one
+            name, end = f"{conversation.id}/user", self._chat.end_of_turn
+            request = TextRequest(
+                id=name,
+                prompt=self._chat.user_prefix(),
+                max_tokens=min(MAX_USER_TURN, sampling.max_new_tokens),
+                temperature=USER_TURN_TEMPERATURE,
+                seed=self._seed(name),
+                stop_tokens=() if end is None else (end,),
+            )
         else:
-            request = self._answer_request(conversation)
-        if len(request.prompt) + request.max_tokens > self._sampling.max_length:
+            request = TextRequest(
+                id=conversation.next_sample_id,
+                prompt=self._chat.prompt(turns[: len(answers) + 1], answers),
+                max_tokens=sampling.max_new_tokens,
+                temperature=0.0 if conversation.greedy else sampling.temperature,
+                top_p=1.0 if conversation.greedy else sampling.top_p,
+                seed=self._seed(conversation.next_sample_id),
+            )
+        if len(request.prompt) + request.max_tokens > sampling.max_length:
             self.skipped += 1
             return
-        conversation.request = request
-        self._in_flight[request.id] = conversation
+        self._in_flight[request.id] = conversation, request
         self._engine.submit(request)
-
-    def _answer_request(self, conversation: Conversation) -> TextRequest:
-        from leadout.engine.offline import TextRequest
-
-        name = conversation.next_sample_id
-        greedy = conversation.greedy
-        return TextRequest(
-            id=name,
-            prompt=self._chat.prompt(
-                conversation.turns[: len(conversation.answers) + 1], conversation.answers
-            ),
-            max_tokens=self._sampling.max_new_tokens,
-            temperature=0.0 if greedy else self._sampling.temperature,
-            top_p=1.0 if greedy else self._sampling.top_p,
-            seed=self._seed(name),
-        )
-
-    def _user_turn_request(self, conversation: Conversation) -> TextRequest:
-        from leadout.engine.offline import TextRequest
-
-        name = f"{conversation.id}/user"
-        end = self._chat.end_of_turn
-        return TextRequest(
-            id=name,
-            prompt=self._chat.user_prefix(),
-            max_tokens=min(MAX_USER_TURN, self._sampling.max_new_tokens),
-            temperature=USER_TURN_TEMPERATURE,
-            seed=self._seed(name),
-            stop_tokens=() if end is None else (end,),
-        )
 
     def _receive(self, answer: Completion) -> Sample | None:
         """Write an answer and submit the next turn; returns None for a user turn."""
-        conversation = self._in_flight.pop(answer.id)
-        request = conversation.request
-        assert request is not None
-        if conversation.needs_user_turn:
+        conversation, request = self._in_flight.pop(answer.id)
+        if not conversation.turns:
             turn = self._chat.text(answer.tokens).strip()
             if turn:
                 conversation.turns.append(turn)
@@ -284,7 +268,7 @@ class _Counts:
         self._part = settings.part
         self._path = manifest_path(settings.out, settings.part, settings.parts)
         self._by_source: dict[str, Count] = {}
-        self._saved = 0.0
+        self.saved_at = 0.0
         self.samples = 0
         self.skipped = 0
 
@@ -292,10 +276,6 @@ class _Counts:
         count = self._by_source.get(sample.source, NONE)
         self._by_source[sample.source] = count.plus(len(sample.prompt), len(sample.response))
         self.samples += 1
-
-    def save_sometimes(self) -> None:
-        if time.monotonic() - self._saved > SAVE_EVERY_SECONDS:
-            self.save()
 
     def save(self, *, complete: bool = False) -> Manifest:
         manifest = Manifest(
@@ -307,7 +287,7 @@ class _Counts:
             versions=installed_versions(),
         )
         manifest.write(self._path)
-        self._saved = time.monotonic()
+        self.saved_at = time.monotonic()
         return manifest
 
 
@@ -371,16 +351,20 @@ def print_summary(manifest: Manifest, settings: DataSettings) -> None:
     console = Console()
     console.print(table(None, ("source", "samples", "prompt tokens", "response tokens"), rows))
 
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    if manifest.skipped:
-        say(
-            f"Skipped {manifest.skipped:,} conversations: longer than --max-length allows, or the "
-            "target wrote no user turn."
-        )
     samples = sum(count.samples for count in manifest.counts.values())
-    part = f", part {manifest.part} of {manifest.job.parts}" if manifest.job.parts > 1 else ""
-    say(f"Wrote {samples:,} answers of {manifest.job.target} to {settings.out}{part}.")
-    others = "generate the other parts with --shard, then " if manifest.job.parts > 1 else ""
-    say(f"Next: {others}leadout train {settings.target} --data {settings.out} --out DIR")
+    job, part, others = manifest.job, "", ""
+    if job.parts > 1:
+        part = f", part {manifest.part} of {job.parts}"
+        others = "generate the other parts with --shard, then "
+    lines = [
+        f"Wrote {samples:,} answers of {job.target} to {settings.out}{part}.",
+        f"Next: {others}leadout train {settings.target} --data {settings.out} --out DIR",
+    ]
+    if manifest.skipped:
+        lines.insert(
+            0,
+            f"Skipped {manifest.skipped:,} conversations: longer than --max-length allows, or the "
+            "target wrote no user turn.",
+        )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

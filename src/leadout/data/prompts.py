@@ -86,19 +86,23 @@ def _read_source(source: str, limit: int | None) -> Iterator[Prompt]:
     name = source_name(source)
     if source.endswith(_FILE_SUFFIX):
         for number, (where, row) in enumerate(_file_rows(Path(source))):
+            identity = row.get("id")
+            if not isinstance(identity, str | int | float | None):
+                kind = type(identity).__name__
+                raise PromptError(f"{where}: `id` is a {kind}, expected a string or a number.")
             default = f"{name}/{number}"
-            yield _prompt(_id_of(row, default, where), name, _user_turns(row, where), where)
+            yield _prompt(default if identity is None else str(identity), name, row, where)
     elif name == SELF:
         for number in range(_self_count(source, limit)):
             yield Prompt(f"{SELF}/{number}", SELF, ())
     else:
         # Ids of public datasets are often not unique, and users cannot change them.
         for number, row in enumerate(_dataset_rows(source)):
-            where = f"{source}, row {number}"
-            yield _prompt(f"{name}/{number}", name, _user_turns(row, where), where)
+            yield _prompt(f"{name}/{number}", name, row, f"{source}, row {number}")
 
 
-def _prompt(identity: str, source: str, turns: tuple[str, ...], where: str) -> Prompt:
+def _prompt(identity: str, source: str, row: Mapping[str, Any], where: str) -> Prompt:
+    turns = _user_turns(row, where)
     try:
         "".join([identity, *turns]).encode()
     except UnicodeEncodeError:  # JSON can hold half of a surrogate pair, which is no text
@@ -107,16 +111,6 @@ def _prompt(identity: str, source: str, turns: tuple[str, ...], where: str) -> P
             "Remove or repair it."
         ) from None
     return Prompt(identity, source, turns)
-
-
-def _id_of(row: Mapping[str, Any], default: str, where: str) -> str:
-    identity = row.get("id")
-    if identity is None:
-        return default
-    if not isinstance(identity, str | int | float):
-        kind = type(identity).__name__
-        raise PromptError(f"{where}: `id` is a {kind}, expected a string or a number.")
-    return str(identity)
 
 
 def _self_count(source: str, limit: int | None) -> int:

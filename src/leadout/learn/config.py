@@ -77,10 +77,7 @@ class CycleSettings(Settings):
         ge=0,
     )
     base_loss: float = setting(
-        0.03,
-        "Maximum relative loss on replayed data, by the same bound.",
-        panel="Gate",
-        ge=0,
+        0.03, "Maximum relative loss on replayed data, by the same bound.", panel="Gate", ge=0
     )
 
     @model_validator(mode="after")

@@ -10,23 +10,49 @@ from __future__ import annotations
 import shutil
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
+from leadout.check.static import static_findings
+from leadout.checkpoints import read_checkpoint
 from leadout.console import Progress
 from leadout.errors import StoppedError
 from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.ranks import joined_ranks
-from leadout.files import write_text
+from leadout.files import require_writable, write_text
+from leadout.findings import Severity
 from leadout.learn import data as mix
-from leadout.learn.config import LearnConfig
-from leadout.learn.gate import LosslessCheck, Margins, Trial, check_lossless, decide, evaluate
-from leadout.learn.prepare import Inputs, WorkFolder, make_run, open_inputs, prepare
-from leadout.learn.promote import promote, reject
-from leadout.learn.report import Adaptation, CurvePoint, LearnResult
-from leadout.models import last_part
+from leadout.learn.config import LearnConfig, LearnError
+from leadout.learn.gate import (
+    Decision,
+    Evidence,
+    LosslessCheck,
+    Trial,
+    check_lossless,
+    decide,
+    evaluate,
+)
+from leadout.learn.prepare import (
+    Inputs,
+    WorkFolder,
+    make_run,
+    open_inputs,
+    prepare,
+    require_learnable,
+)
+from leadout.learn.report import (
+    Adaptation,
+    CurvePoint,
+    LearnResult,
+    Started,
+    expected_acceptance,
+    ledger_evidence,
+)
+from leadout.models import fingerprint, last_part, local_folder
+from leadout.registry import Registry
 from leadout.train.export import SETTINGS, write_best
 from leadout.train.progress import curves_of, progress_listener, read_log
 from leadout.train.run import Run
-from leadout.train.run_state import RunStatus
+from leadout.train.state import RunStatus
 
 RECORD = "learned.json"
 
@@ -72,33 +98,15 @@ def _run_cycle(
             max_length=cycle.training.max_length,
             device=ranks.device,
         )
-        result = _decide(inputs, trial, adaptation, lossless, progress)
+        evidence = evaluate(trial, lossless, progress)
+        decision, version = decide(evidence, inputs.settings), None
+        if decision.passed:
+            decision, version = _promote(inputs, work.candidate, decision, evidence, adaptation)
+        else:
+            reasons = "; ".join(decision.reasons)
+            numbers = ledger_evidence(evidence, adaptation)
+            inputs.registry.record("rejected", None, reasons, numbers)
         work.finish()
-    return result
-
-
-def _decide(
-    inputs: Inputs,
-    trial: Trial,
-    adaptation: Adaptation,
-    lossless: LosslessCheck,
-    progress: Progress,
-) -> LearnResult:
-    settings = inputs.settings
-    evidence = evaluate(trial, lossless, progress)
-    decision = decide(evidence, Margins(gain=settings.gain, base_loss=settings.base_loss))
-    version = None
-    if decision.passed:
-        decision, version = promote(
-            inputs.registry,
-            trial.candidate,
-            inputs.target_fingerprint,
-            decision,
-            evidence,
-            adaptation,
-        )
-    else:
-        reject(inputs.registry, decision, evidence, adaptation)
     return LearnResult(
         promoted=decision.passed,
         version=version,
@@ -108,6 +116,44 @@ def _decide(
         adaptation=adaptation,
         seconds=0.0,
     )
+
+
+def _promote(
+    inputs: Inputs, candidate: Path, decision: Decision, evidence: Evidence, adaptation: Adaptation
+) -> tuple[Decision, int]:
+    """Publish a candidate that has passed, and serve it unless the serving version has changed.
+
+    Returns the final decision and the version of the candidate.
+    """
+    registry, parent = inputs.registry, inputs.version
+    why = "; ".join(decision.reasons)
+    numbers = ledger_evidence(evidence, adaptation)
+    # An interrupted cycle may have published it already.
+    found = fingerprint(candidate)
+    manifests = (registry.manifest(version) for version in registry.versions())
+    manifest = next((m for m in manifests if (m.fingerprint, m.parent) == (found, parent)), None)
+    if manifest is None:
+        manifest = registry.publish(
+            candidate,
+            target_fingerprint=inputs.target_fingerprint,
+            parent=parent,
+            expected=expected_acceptance(evidence),
+        )
+        registry.record("published", manifest.version, why)
+    pointer = registry.pointer()
+    serving = None if pointer is None else pointer.version
+    if serving != parent:
+        # A rollback or another cycle: the candidate was compared with a version that is no longer
+        # served.
+        reason = (
+            f"serving: version {serving} is served now, but the candidate was compared with "
+            f"version {parent}"
+        )
+        registry.record("rejected", manifest.version, reason, numbers)
+        return Decision(passed=False, reasons=[reason]), manifest.version
+    registry.point_to(manifest.version, why)
+    registry.record("promoted", manifest.version, why, numbers)
+    return decision, manifest.version
 
 
 def _write_candidate(
@@ -125,15 +171,9 @@ def _write_candidate(
     # The settings of the first training say which of the original data was held out.
     if (parent.path / SETTINGS).exists():
         shutil.copyfile(parent.path / SETTINGS, work.candidate / SETTINGS)
-    adaptation = _adaptation(inputs, run, status, before)
-    write_text(work.candidate / RECORD, adaptation.model_dump_json(indent=2) + "\n")
-    return adaptation
-
-
-def _adaptation(inputs: Inputs, run: Run, status: RunStatus, before: Validation) -> Adaptation:
     corpus = run.corpus
     trained = [corpus.samples.path_of(index).name for index in set(corpus.split.train)]
-    return Adaptation(
+    adaptation = Adaptation(
         parent=inputs.version,
         steps=status.step,
         best_step=status.best_step,
@@ -151,8 +191,38 @@ def _adaptation(inputs: Inputs, run: Run, status: RunStatus, before: Validation)
             ),
         ],
     )
+    write_text(work.candidate / RECORD, adaptation.model_dump_json(indent=2) + "\n")
+    return adaptation
 
 
 def _point(step: int, seconds: float, validation: Validation) -> CurvePoint:
     lengths = {name: found.acceptance_length for name, found in validation.by_source.items()}
     return CurvePoint(step=step, minutes=seconds / 60, by_source=lengths)
+
+
+def start_registry(target: str, folder: Path, drafter: str) -> Started:
+    """Create a registry that serves a drafter as its version 1."""
+    require_writable("--registry", folder)
+    registry = Registry(folder)
+    pointer = registry.pointer()
+    if pointer is not None:
+        raise LearnError(
+            f"--start {drafter}: {folder} already is a registry, which serves version "
+            f"{pointer.version}. Omit --start, or choose a new folder."
+        )
+    target_folder, source = local_folder(target), local_folder(drafter)
+    unfit = [
+        finding
+        for finding in static_findings(target_folder, source, target_name=target)
+        if finding.severity is Severity.ERROR
+    ]
+    if unfit:
+        reasons = "\n".join(f"{finding.name}: {finding.message}" for finding in unfit)
+        raise LearnError(f"--start {drafter}: the drafter does not fit the target.\n{reasons}")
+    require_learnable(read_checkpoint(source))
+    manifest = registry.publish(source, target_fingerprint=fingerprint(target_folder))
+    why = f"first version: {source.name}"
+    registry.record("published", manifest.version, why)
+    registry.point_to(manifest.version, why)
+    registry.record("promoted", manifest.version, why)
+    return Started(version=manifest.version, drafter=drafter, fingerprint=manifest.fingerprint)

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from leadout.data.manifest import DataFolder
 from leadout.engine.capture_store import read_info, segment_paths
@@ -28,7 +26,7 @@ from leadout.evaluate.blocks import Split, split
 from leadout.learn.config import CycleSettings, LearnError, TooLittleTrafficError
 from leadout.shards import Sample, Samples, ShardWriter, read_shard
 from leadout.train.config import TrainConfig
-from leadout.train.run import Corpus
+from leadout.train.run import Corpus, evenly_spaced, make_corpus
 
 TRAFFIC, REPLAY, VALIDATION = "traffic.jsonl", "replay.jsonl", "validation.jsonl"
 HELD_OUT, BASE = "held_out.jsonl", "base.jsonl"
@@ -120,12 +118,6 @@ def prompt_key(sample: Sample) -> bytes:
     return hashlib.sha256(repr(sample.prompt).encode()).digest()
 
 
-def evenly_spaced(indices: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the indices, from their whole range."""
-    taken = min(count, len(indices))
-    return [indices[len(indices) * place // taken] for place in range(taken)]
-
-
 class Mix(NamedTuple):
     """The samples of the five files."""
 
@@ -148,7 +140,11 @@ def make_mix(
             "greedy ones can be held out to measure forgetting. Generate more with `leadout data`."
         )
     count = max(1, min(MAX_VALIDATION, round(MAX_VALIDATION_SHARE * len(traffic.training))))
-    pool = sorted(original.train, key=lambda index: _shuffle_key(seed, samples[index].id))
+
+    def shuffled(index: int) -> str:
+        return hashlib.sha256(f"replay {seed} {samples[index].id}".encode()).hexdigest()
+
+    pool = sorted(original.train, key=shuffled)
     validation = [
         *(traffic.samples[index] for index in evenly_spaced(traffic.training, count)),
         *(samples[index] for index in pool[:count]),
@@ -158,8 +154,12 @@ def make_mix(
     excluded = {prompt_key(sample) for sample in [*validation, *base]}
     # All of the newest requests, not only those that are evaluated.
     excluded |= {prompt_key(traffic.samples[index]) for index in traffic.held_out}
-    new = list(_without(excluded, (traffic.samples[index] for index in traffic.training)))
-    old = list(_without(excluded, (samples[index] for index in pool[count:])))
+
+    def allowed(source: Samples, indices: Sequence[int]) -> list[Sample]:
+        chosen = (source[index] for index in indices)
+        return [sample for sample in chosen if prompt_key(sample) not in excluded]
+
+    new, old = allowed(traffic.samples, traffic.training), allowed(samples, pool[count:])
     return Mix(new, old[: replay_count(len(new), replay_share)], validation, held_out, base)
 
 
@@ -182,28 +182,16 @@ def read_training(folder: Path, max_length: int, replay_share: float, vocab_size
     paths = [folder / name for name in (TRAFFIC, REPLAY, VALIDATION)]
     samples = Samples(paths)
     by_path: dict[str, list[int]] = {path.name: [] for path in paths}
-    lengths, counts = [], torch.zeros(vocab_size, dtype=torch.int64)
     for index in range(len(samples)):
-        sample = samples[index]
         by_path[samples.path_of(index).name].append(index)
-        lengths.append(min(len(sample.prompt) + len(sample.response), max_length))
-        if samples.path_of(index).name != VALIDATION:
-            counts += torch.bincount(torch.tensor(sample.response), minlength=vocab_size)
     new, old = by_path[TRAFFIC], by_path[REPLAY]
     count = replay_count(len(new), replay_share)
     repeated = (old * -(-count // len(old)))[:count] if old else []
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-    return Corpus(samples, Split([*new, *repeated], by_path[VALIDATION]), lengths, counts, digest)
+    parts = Split([*new, *repeated], by_path[VALIDATION])
+    return make_corpus(samples, parts, max_length, vocab_size, digest)
 
 
 def replay_count(new: int, share: float) -> int:
     """The number of replayed sequences beside `new` new ones."""
     return round(new * share / (1 - share))
-
-
-def _without(excluded: set[bytes], samples: Iterable[Sample]) -> Iterator[Sample]:
-    return (sample for sample in samples if prompt_key(sample) not in excluded)
-
-
-def _shuffle_key(seed: int, name: str) -> str:
-    return hashlib.sha256(f"replay {seed} {name}".encode()).hexdigest()

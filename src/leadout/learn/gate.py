@@ -27,22 +27,15 @@ from leadout.evaluate.acceptance import TextAcceptance
 from leadout.evaluate.compare import acceptance_by_drafter, served_draft_tokens
 from leadout.evaluate.hidden_states import load_model
 from leadout.findings import Finding, Severity
-from leadout.learn.config import Record
-from leadout.learn.data import evenly_spaced
+from leadout.learn.config import CycleSettings, Record
 from leadout.shards import Sample
 from leadout.stats import Floats, Indices, Interval, bootstrap
+from leadout.train.run import evenly_spaced
 
 LOSSLESS_PROMPTS = 8  # from the traffic, and as many from the base
 LOSSLESS_TOKENS = 64
 
 LosslessCheck = Callable[[Path, Path, Sequence[Sample]], Lossless]
-
-
-class Margins(Record):
-    """Relative to the serving drafter's acceptance length."""
-
-    gain: float  # minimum on traffic
-    base_loss: float  # maximum on replayed data
 
 
 class Comparison(Record):
@@ -71,13 +64,12 @@ class Decision(Record):
 
 def compare(before: Sequence[TextAcceptance], after: Sequence[TextAcceptance]) -> Comparison:
     """Acceptance length over all decoding steps of all requests."""
-    old, new = _Sums(before), _Sums(after)
-    count = len(before)
+    old, new, count = _acceptance_length(before), _acceptance_length(after), len(before)
     return Comparison(
         requests=count,
-        before=bootstrap(count, old.length),
-        after=bootstrap(count, new.length),
-        change=bootstrap(count, lambda drawn: new.length(drawn) / old.length(drawn) - 1),
+        before=bootstrap(count, old),
+        after=bootstrap(count, new),
+        change=bootstrap(count, lambda drawn: new(drawn) / old(drawn) - 1),
     )
 
 
@@ -94,7 +86,7 @@ def compare_by_source(
     }
 
 
-def decide(evidence: Evidence, margins: Margins) -> Decision:
+def decide(evidence: Evidence, settings: CycleSettings) -> Decision:
     """The decision, with every rule that is broken and not only the first."""
     broken = [
         f"{finding.name}: {finding.message}"
@@ -107,11 +99,13 @@ def decide(evidence: Evidence, margins: Margins) -> Decision:
     elif not broken:
         broken.append("not-lossless: not measured")
     if evidence.traffic is not None:
-        broken += _broken_by_traffic(evidence.traffic, margins)
+        if evidence.traffic.change.low < settings.gain:
+            limit = f"the lower bound must be at least {settings.gain:+.1%}"
+            broken.append(f"traffic: {_described(evidence.traffic)}; {limit}")
     elif not broken:
         broken.append("traffic: not measured")
     if evidence.base is not None:
-        broken += _broken_by_base(evidence.base, evidence.base_by_source, margins)
+        broken += _broken_by_base(evidence.base, evidence.base_by_source, settings.base_loss)
     elif not broken:
         broken.append("base: not measured")
     if broken:
@@ -121,33 +115,27 @@ def decide(evidence: Evidence, margins: Margins) -> Decision:
     return Decision(
         passed=True,
         reasons=[
-            f"traffic: {_described(evidence.traffic)}; required: {margins.gain:+.1%}",
-            f"base: {_described(evidence.base)}; required: {-margins.base_loss:+.1%}",
+            f"traffic: {_described(evidence.traffic)}; required: {settings.gain:+.1%}",
+            f"base: {_described(evidence.base)}; required: {-settings.base_loss:+.1%}",
         ],
     )
 
 
-def _broken_by_traffic(traffic: Comparison, margins: Margins) -> list[str]:
-    if traffic.change.low >= margins.gain:
-        return []
-    return [f"traffic: {_described(traffic)}; the lower bound must be at least {margins.gain:+.1%}"]
-
-
 def _broken_by_base(
-    base: Comparison, by_source: dict[str, Comparison], margins: Margins
+    base: Comparison, by_source: dict[str, Comparison], max_loss: float
 ) -> list[str]:
     """Over all sources the loss must be shown to be small; for one, it must not be shown large.
 
     A single source has too few requests for an interval as small as that over all of them.
     """
-    limit = f"must be at least {-margins.base_loss:+.1%}"
+    limit = f"must be at least {-max_loss:+.1%}"
     broken = []
-    if base.change.low < -margins.base_loss:
+    if base.change.low < -max_loss:
         broken.append(f"base: {_described(base)}; the lower bound {limit}")
     broken += [
         f"base, {source}: {_described(comparison)}; the upper bound {limit}"
         for source, comparison in by_source.items()
-        if comparison.change.high < -margins.base_loss
+        if comparison.change.high < -max_loss
     ]
     return broken
 
@@ -161,17 +149,15 @@ def _described(comparison: Comparison) -> str:
     )
 
 
-class _Sums:
-    """Accepted drafts and decoding steps of each request."""
+def _acceptance_length(texts: Sequence[TextAcceptance]) -> Callable[[Indices], Floats]:
+    """Acceptance length over the requests `drawn` [..., requests] of each resample."""
+    accepted = np.array([sum(text.at_steps) for text in texts], dtype=np.float64)
+    steps = np.array([len(text.at_steps) for text in texts], dtype=np.float64)
 
-    def __init__(self, texts: Sequence[TextAcceptance]) -> None:
-        self._accepted = np.array([sum(text.at_steps) for text in texts], dtype=np.float64)
-        self._steps = np.array([len(text.at_steps) for text in texts], dtype=np.float64)
+    def length(drawn: Indices) -> Floats:
+        return np.asarray(1 + accepted[drawn].sum(-1) / np.maximum(steps[drawn].sum(-1), 1))
 
-    def length(self, drawn: Indices) -> Floats:
-        """Acceptance length over the requests `drawn` [..., requests] of each resample."""
-        steps = np.maximum(self._steps[drawn].sum(-1), 1)
-        return np.asarray(1 + self._accepted[drawn].sum(-1) / steps)
+    return length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,9 +189,14 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
         progress.stage("comparing drafters", len(samples)),
     )
     newest = len(trial.held_out)
-    _free_memory()
+    gc.collect()  # the engine starts on the accelerator that the comparison used
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     done = progress.stage("vLLM with and without it", 1)
-    answers = check(trial.target, trial.candidate, [*_some(trial.held_out), *_some(trial.base)])
+    some = [
+        s for part in (trial.held_out, trial.base) for s in evenly_spaced(part, LOSSLESS_PROMPTS)
+    ]
+    answers = check(trial.target, trial.candidate, some)
     done()
     return Evidence(
         findings=findings,
@@ -265,14 +256,3 @@ def check_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lo
         torch.float32,
         drafts + 1,
     )
-
-
-def _free_memory() -> None:
-    """The engine starts on the accelerator that the comparison used."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _some(samples: Sequence[Sample]) -> list[Sample]:
-    return [samples[index] for index in evenly_spaced(range(len(samples)), LOSSLESS_PROMPTS)]

@@ -59,11 +59,7 @@ class CycleFile(Record):
     traffic: str
     replay: str
     config: CycleSettings
-    training: TrainConfig
-
-    def is_same_cycle(self, other: CycleFile) -> bool:
-        """Equal but for `training`, which is derived from the rest and from measured speed."""
-        return self == other.model_copy(update={"training": self.training})
+    training: TrainConfig  # derived from the rest and from measured speed
 
 
 class WorkFolder:
@@ -78,18 +74,15 @@ class WorkFolder:
     def locked(self) -> Iterator[None]:
         """Exclusive use of the folder; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = lock(self.folder / LOCK, seconds=0)
         try:
-            held.acquire()
+            held = lock(self.folder / LOCK, seconds=0).acquire()
         except Timeout:
             raise LearnError(
                 f"--work {self.folder} is in use by another cycle. Wait until it ends, or choose "
                 "another folder."
             ) from None
-        try:
+        with held:
             yield
-        finally:
-            held.release()
 
     def interrupted_cycle(self) -> CycleFile | None:
         """The cycle that has not been finished, if there is one."""
@@ -104,9 +97,6 @@ class WorkFolder:
         for part in (self.mix, self.capture, self.run, self.candidate):
             shutil.rmtree(part, ignore_errors=True)
         self.run.mkdir(mode=0o700)
-
-    def write(self, cycle: CycleFile) -> None:
-        write_text(self.folder / CYCLE, cycle.model_dump_json(indent=2) + "\n")
 
     def finish(self) -> None:
         """Keep the candidate and the log of the run, and nothing that users wrote."""
@@ -190,7 +180,7 @@ def require_learnable(checkpoint: Checkpoint) -> None:
 def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) -> CycleFile:
     """The settings of this cycle: those of the interrupted one, or new ones, written to a file."""
     before = work.interrupted_cycle()
-    resumes = before is not None and before.is_same_cycle(inputs.cycle(before.training))
+    resumes = before is not None and before == inputs.cycle(before.training)
     if ranks.broadcast(resumes):
         assert before is not None
         return before
@@ -203,7 +193,7 @@ def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) 
     training = _fit_to_budget(inputs, work, training, ranks, progress)
     cycle = inputs.cycle(training)
     if ranks.is_leader:
-        work.write(cycle)
+        write_text(work.folder / CYCLE, cycle.model_dump_json(indent=2) + "\n")
     return cycle
 
 

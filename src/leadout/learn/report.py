@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from leadout.console import safe, table
 from leadout.learn.config import CycleSettings, Record
-from leadout.learn.gate import Comparison, Decision, Evidence
+from leadout.learn.gate import Decision, Evidence
 from leadout.registry import ExpectedAcceptance, LedgerEntry, Registry
 from leadout.train.config import TrainConfig
 
@@ -78,17 +77,18 @@ class Status(Record):
 
 def expected_acceptance(evidence: Evidence) -> dict[str, ExpectedAcceptance]:
     """The candidate's acceptance by kind of text, with which servers compare the live one."""
-    expected = {name: _expected(each) for name, each in evidence.base_by_source.items()}
+    compared = dict(evidence.base_by_source)
     if evidence.traffic is not None:
-        expected[TRAFFIC] = _expected(evidence.traffic)
-    return expected
-
-
-def _expected(comparison: Comparison) -> ExpectedAcceptance:
-    after = comparison.after
-    return ExpectedAcceptance(
-        acceptance_length=after.value, low=after.low, high=after.high, requests=comparison.requests
-    )
+        compared[TRAFFIC] = evidence.traffic
+    return {
+        name: ExpectedAcceptance(
+            acceptance_length=each.after.value,
+            low=each.after.low,
+            high=each.after.high,
+            requests=each.requests,
+        )
+        for name, each in compared.items()
+    }
 
 
 def ledger_evidence(
@@ -114,26 +114,21 @@ def ledger_evidence(
 
 def read_status(folder: Path) -> Status:
     registry = Registry(folder)
-    pointer = registry.require_pointer()
-    return Status(
-        serving=pointer.version,
-        versions=[
-            _version_status(registry, number, pointer.version) for number in registry.versions()
-        ],
-        ledger=registry.ledger(),
-    )
-
-
-def _version_status(registry: Registry, number: int, serving: int) -> VersionStatus:
-    manifest, mark = registry.manifest(number), registry.bad_mark(number)
-    return VersionStatus(
-        version=number,
-        parent=manifest.parent,
-        made=manifest.made,
-        serving=number == serving,
-        mark=None if mark is None else mark.reason,
-        promises=manifest.promises,
-    )
+    serving = registry.require_pointer().version
+    versions = []
+    for number in registry.versions():
+        manifest, mark = registry.manifest(number), registry.bad_mark(number)
+        versions.append(
+            VersionStatus(
+                version=number,
+                parent=manifest.parent,
+                made=manifest.made,
+                serving=number == serving,
+                mark=None if mark is None else mark.reason,
+                promises=manifest.promises,
+            )
+        )
+    return Status(serving=serving, versions=versions, ledger=registry.ledger())
 
 
 def print_result(result: LearnResult, registry: Path, candidate: Path) -> None:
@@ -190,8 +185,7 @@ def print_status(status: Status) -> None:
         ]
         for each in status.versions
     ]
-    console.print(_unwrapped(table("Versions", headings, rows, left=len(headings))))
-    ledger_headings = ("when", "event", "version", "reason")
+    _print_table(console, "Versions", headings, rows)
     rows = [
         [
             entry.when[:16],
@@ -201,14 +195,16 @@ def print_status(status: Status) -> None:
         ]
         for entry in status.ledger
     ]
-    console.print(_unwrapped(table("Ledger", ledger_headings, rows, left=len(ledger_headings))))
+    _print_table(console, "Ledger", ("when", "event", "version", "reason"), rows)
 
 
-def _unwrapped(made: Table) -> Table:
-    """Only the last column, which is long, may wrap."""
-    for column in made.columns[:-1]:
+def _print_table(
+    console: Console, title: str, headings: tuple[str, ...], rows: list[list[str]]
+) -> None:
+    made = table(title, headings, rows, left=len(headings))
+    for column in made.columns[:-1]:  # only the last column, which is long, may wrap
         column.no_wrap = True
-    return made
+    console.print(made)
 
 
 def _described(expected: ExpectedAcceptance | None) -> str:

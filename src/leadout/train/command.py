@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from leadout.checkpoints import Format
 from leadout.console import Progress
 from leadout.data.manifest import DataFolder
 from leadout.errors import StoppedError
-from leadout.evaluate.ranks import Ranks, joined_ranks
+from leadout.evaluate.ranks import joined_ranks
 from leadout.files import require_writable, write_text
 from leadout.models import local_folder
 from leadout.pairing import read_target
 from leadout.train.config import TrainConfig, TrainError
-from leadout.train.export import SETTINGS, write_best, write_card_and_record
+from leadout.train.export import (
+    SETTINGS,
+    TrainReport,
+    require_agreement,
+    serve_held_out,
+    write_best,
+    write_card_and_record,
+)
 from leadout.train.loop import TrainingInterrupted
 from leadout.train.plan import TIMED_STEPS, Plan, make_plan
 from leadout.train.progress import (
-    Listener,
     Record,
-    TensorBoard,
-    TrainReport,
     curves_of,
     progress_listener,
     read_log,
     require_tensorboard,
+    tensorboard_listener,
 )
 from leadout.train.run import WORK, Corpus, Run, complete_settings, read_corpus
-from leadout.train.run_state import RunStatus
-from leadout.train.served import ServedAcceptance, compare_with_served, require_agreement
+from leadout.train.state import RunStatus
 
 DRAFTER = "drafter"
 DATA_HASH = "data-hash"
-SERVED_PROMPTS = 24
-SERVED_TOKENS = 128
 # Settings chosen automatically unless given; a continued run keeps what was chosen at first.
 AUTOMATIC = ("layers", "target_layer_ids", "mask_token_id")
 # Settings that a continued run may change: they do not change what is computed.
@@ -86,10 +86,15 @@ def train(
     if earlier is not None:
         _require_same_run(out, earlier, inputs)
     words = ["leadout", "train", target, "--data", str(data), "--out", str(out), "--resume"]
-    again = shlex.join([*words, "--format", to] if to != "zlab" else words)
+    again = shlex.join(words if to == "zlab" else [*words, "--format", to])
     with joined_ranks() as ranks:
         ranks.barrier()  # every rank has accepted the inputs before the leader writes
-        run = _start(inputs, out, ranks)
+        run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks)
+        if ranks.is_leader:  # all that is needed to continue the run
+            run.folder.mkdir(parents=True, exist_ok=True)
+            write_text(run.folder / DATA_HASH, inputs.corpus.content_hash)
+            write_text(run.folder / "README.txt", RUN_README)
+            inputs.config.write(out / SETTINGS)
         try:
             status = _train(run, tensorboard)
         except TrainingInterrupted as stopped:
@@ -112,7 +117,7 @@ def plan(target: str, data: Path, config: TrainConfig) -> Plan | None:
     """What `train` would take, from timing a few steps; None on all ranks but the leader."""
     inputs = _read_inputs(target, data, config, None)
     with joined_ranks() as ranks, tempfile.TemporaryDirectory() as scratch:
-        with _progress(ranks) as progress:
+        with Progress("train", quiet=not ranks.is_leader) as progress:
             progress.say(
                 f"loading the target and timing {TIMED_STEPS} steps of this run; this can take a "
                 "few minutes on CPUs"
@@ -130,10 +135,6 @@ def what_next(report: TrainReport, target: str, out: Path) -> str:
         f"{out / WORK} ({size / 1e6:,.0f} MB) is needed only for --resume and may be deleted.\n"
         f"Next: {shlex.join(['leadout', 'check', target, report.drafter])}"
     )
-
-
-def _progress(ranks: Ranks) -> Progress:
-    return Progress("train") if ranks.is_leader else Progress.silent()
 
 
 def _earlier_settings(out: Path, resume: bool) -> TrainConfig | None:
@@ -174,41 +175,27 @@ def _require_same_run(out: Path, earlier: TrainConfig, inputs: _Inputs) -> None:
                 f"started with {before}. A continued run keeps its settings: omit the flag, or "
                 "start another run."
             )
-    path = out / WORK / DATA_HASH
-    expected, found = path.read_text() if path.exists() else None, inputs.corpus.content_hash
-    if expected is not None and expected != found:
+    path, found = out / WORK / DATA_HASH, inputs.corpus.content_hash
+    if path.exists() and (expected := path.read_text()) != found:
         raise TrainError(
             f"--data {inputs.data.folder} has other samples (hash {found[:12]}) than the run in "
             f"{out} was started with ({expected[:12]}). Use that data, or start another run."
         )
 
 
-def _start(inputs: _Inputs, out: Path, ranks: Ranks) -> Run:
-    """The run, and in its folder all that is needed to continue it."""
-    run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks)
-    if ranks.is_leader:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        write_text(run.folder / DATA_HASH, inputs.corpus.content_hash)
-        write_text(run.folder / "README.txt", RUN_README)
-        inputs.config.write(out / SETTINGS)
-    return run
-
-
 def _train(run: Run, tensorboard: bool) -> RunStatus:
-    board = TensorBoard(run.folder) if tensorboard and run.ranks.is_leader else None
-    with _progress(run.ranks) as progress:
-        listeners: list[Listener] = [progress_listener(progress, run)]
-        if board is not None:
-            listeners.append(board)
-        status = run.train(lambda record: _notify(listeners, record))
-    if board is not None:
-        board.close()
-    return status
+    is_leader = run.ranks.is_leader
+    with ExitStack() as opened:
+        progress = opened.enter_context(Progress("train", quiet=not is_leader))
+        listeners = [progress_listener(progress, run)]
+        if tensorboard and is_leader:
+            listeners.append(opened.enter_context(tensorboard_listener(run.folder)))
 
+        def listen(record: Record) -> None:
+            for listener in listeners:
+                listener(record)
 
-def _notify(listeners: Sequence[Listener], record: Record) -> None:
-    for listener in listeners:
-        listener(record)
+        return run.train(listen)
 
 
 def _finish(
@@ -239,21 +226,3 @@ def _finish(
     write_card_and_record(folder, report, data, records)
     require_agreement(served, folder)
     return report
-
-
-def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:
-    """A short decode of held-out prompts, spread over the sources."""
-    indices = run.corpus.split.validation
-    count = min(SERVED_PROMPTS, len(indices))
-    chosen = [indices[place * len(indices) // count] for place in range(count)]
-    prompts = [run.corpus.samples[index].prompt for index in chosen]
-    longest = max(len(prompt) for prompt in prompts)
-    length = min(longest + SERVED_TOKENS + run.config.block_size, run.drafter_config.max_positions)
-    return compare_with_served(
-        target,
-        drafter,
-        prompts,
-        max_tokens=min(SERVED_TOKENS, length - longest),
-        max_length=length,
-        precision=getattr(torch, run.config.precision),
-    )

@@ -1,4 +1,8 @@
-"""Writes the trained drafter with its model card, settings, record and curves."""
+"""The finished drafter: verified in vLLM, and written with its model card, record and curves.
+
+To verify it, validation predicts the acceptance for the texts that vLLM wrote, so both count the
+same steps; they differ only if vLLM and the training code do not compute the same drafts.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,164 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
-from leadout.checkpoints import Format, write_checkpoint
+from leadout.checkpoints import Format, load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
+from leadout.dflash.target import Target
+from leadout.engine.offline import SessionRequest, run_session
+from leadout.errors import NEGATIVE, LeadoutError
+from leadout.evaluate.acceptance import Validation, accepted_drafts, along_decoding, summarise
+from leadout.evaluate.blocks import BlockForward, TrainingSequence
+from leadout.evaluate.hidden_states import ComputedStates, load_model
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.files import replacing, write_text
 from leadout.models import hub_name, last_part
-from leadout.train.progress import Curves, Record, TrainReport, curves_of
-from leadout.train.run import Run
-from leadout.train.run_state import load_best
+from leadout.train.config import TrainConfig
+from leadout.train.progress import Curves, Record, curves_of
+from leadout.train.run import Run, evenly_spaced
+from leadout.train.state import load_best
 
 CARD = "README.md"
 SETTINGS = "training.yaml"
 RECORD = "training.json"
 CURVES = "curves.svg"
+SERVED_PROMPTS = 24
+SERVED_TOKENS = 128
+MAX_DIFFERENCE = 0.05  # relative, between served and predicted acceptance length
+
+
+class ServedDiffersError(LeadoutError):
+    """vLLM accepts more or fewer drafts than validation predicts."""
+
+    exit_code = NEGATIVE
+
+
+class ServedAcceptance(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompts: int
+    max_tokens: int
+    draft_tokens: int
+    served: float  # acceptance length by vLLM's counters
+    served_by_position: list[float]
+    served_steps: int
+    predicted: float  # by validation, for the same texts
+    predicted_steps: int
+
+    @property
+    def difference(self) -> float:
+        return abs(self.predicted - self.served) / self.served
+
+
+class TrainReport(BaseModel):
+    """The result of a run: the numbers a person needs before deploying the drafter."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    drafter: str
+    steps: int
+    best_step: int
+    minutes: float
+    data_hash: str
+    response_tokens: int
+    config: TrainConfig
+    validation: Validation  # of the best step
+    served: ServedAcceptance
+    # Identity of the target and its template; None in records of earlier versions.
+    target_fingerprint: str | None = None
+    template_hash: str | None = None
+    thinking: bool | None = None
+
+    def text(self) -> str:
+        by_source = ", ".join(
+            f"{name} {found.acceptance_length:.2f}"
+            for name, found in self.validation.by_source.items()
+        )
+        return (
+            f"{self.drafter}: drafter for {self.target}, trained for {self.minutes:.0f} minutes, "
+            f"best at step {self.best_step} of {self.steps}\n"
+            f"held-out acceptance length {self.validation.overall.acceptance_length:.3f} tokens "
+            f"per step ({by_source})\n"
+            f"served by vLLM {self.served.served:.3f}, predicted for the same texts "
+            f"{self.served.predicted:.3f} ({self.served.difference:.1%} difference)"
+        )
+
+
+def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:
+    """Compare on a short decode of held-out prompts, spread over the sources."""
+    chosen = evenly_spaced(run.corpus.split.validation, SERVED_PROMPTS)
+    prompts = [run.corpus.samples[index].prompt for index in chosen]
+    longest = max(len(prompt) for prompt in prompts)
+    length = min(longest + SERVED_TOKENS + run.config.block_size, run.drafter_config.max_positions)
+    return compare_with_served(
+        target,
+        drafter,
+        prompts,
+        max_tokens=min(SERVED_TOKENS, length - longest),
+        max_length=length,
+        precision=getattr(torch, run.config.precision),
+    )
+
+
+def compare_with_served(
+    target: Path,
+    drafter: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    max_length: int,
+    precision: torch.dtype,
+) -> ServedAcceptance:
+    """Decode greedily in vLLM with the largest K, then predict for the same texts."""
+    model = load_drafter(drafter, precision)
+    size = model.config.block_size
+    request = SessionRequest(
+        target=str(target),
+        drafter=str(drafter),
+        draft_tokens=size - 1,
+        prompts={"held out": [list(prompt) for prompt in prompts]},
+        max_tokens=max_tokens,
+        max_length=max_length,
+        dtype=str(precision).removeprefix("torch."),
+    )
+    (served,) = run_session(request).runs
+    sequences = [
+        TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
+        for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))
+    ]
+    weights = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
+    forward = BlockForward(model, weights.embedding)
+    taps = model.config.target_layer_ids
+    states = ComputedStates(lambda: Target(load_model(target, precision), taps))
+    drafts = accepted_drafts(forward, weights, states, list(enumerate(sequences)), size)
+    return ServedAcceptance(
+        prompts=len(prompts),
+        max_tokens=max_tokens,
+        draft_tokens=size - 1,
+        served=served.acceptance_length,
+        served_by_position=[n / max(served.steps, 1) for n in served.accepted_by_position],
+        served_steps=served.steps,
+        predicted=summarise(drafts, size).overall.acceptance_length,
+        predicted_steps=sum(len(along_decoding(each.counts)) for each in drafts),
+    )
+
+
+def require_agreement(acceptance: ServedAcceptance, drafter: Path) -> None:
+    if acceptance.served_steps == 0:
+        raise ServedDiffersError(
+            f"{drafter}: vLLM decoded {acceptance.prompts} prompts without a single draft. "
+            "Do not deploy this drafter before the cause is found."
+        )
+    if acceptance.difference > MAX_DIFFERENCE:
+        raise ServedDiffersError(
+            f"{drafter}: the acceptance length in vLLM is {acceptance.served:.3f}, but validation "
+            f"predicts {acceptance.predicted:.3f} for the same texts. They differ by "
+            f"{acceptance.difference:.1%}, expected at most {MAX_DIFFERENCE:.0%}: vLLM and "
+            "training do not compute the same drafts. Do not deploy this drafter before the cause "
+            "is found."
+        )
 
 
 def write_best(
@@ -30,13 +179,9 @@ def write_best(
     precision = getattr(torch, run.config.precision)
     weights = {name: tensor.to(precision) for name, tensor in load_best(run.folder).items()}
     shutil.rmtree(partial, ignore_errors=True)
+    shape = run.drafter_config
     write_checkpoint(
-        partial,
-        weights,
-        run.drafter_config,
-        to,
-        target_name=target_name,
-        draft_tokens=draft_tokens,
+        partial, weights, shape, to, target_name=target_name, draft_tokens=draft_tokens
     )
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted after its export
     partial.rename(folder)
@@ -47,14 +192,14 @@ def write_card_and_record(
     folder: Path, report: TrainReport, data: DataFolder, records: Sequence[Record]
 ) -> None:
     """Write settings, record, curves and model card into the drafter's folder."""
-    report = portable(report)
+    report = _portable(report)
     report.config.write(folder / SETTINGS)
     write_text(folder / RECORD, report.model_dump_json(indent=2) + "\n")
-    drawn = draw_curves(folder / CURVES, curves_of(records))
-    write_text(folder / CARD, model_card(report, data, drawn))
+    drawn = _draw_curves(folder / CURVES, curves_of(records))
+    write_text(folder / CARD, _model_card(report, data, drawn))
 
 
-def portable(report: TrainReport) -> TrainReport:
+def _portable(report: TrainReport) -> TrainReport:
     """Without the paths of this machine, which mean nothing elsewhere."""
     initial = last_part(report.config.initial)
     changes = {
@@ -65,7 +210,7 @@ def portable(report: TrainReport) -> TrainReport:
     return report.model_copy(update=changes)
 
 
-def model_card(report: TrainReport, data: DataFolder, with_curves: bool) -> str:
+def _model_card(report: TrainReport, data: DataFolder, with_curves: bool) -> str:
     """What the drafter is, how good it is, what it was trained on and how to serve it."""
     config, job = report.config, data.job
     rows = "\n".join(
@@ -103,7 +248,7 @@ Trained for {report.minutes:.0f} minutes ({report.steps} steps, best at {report.
 """
 
 
-def draw_curves(path: Path, curves: Curves) -> bool:
+def _draw_curves(path: Path, curves: Curves) -> bool:
     """Plot loss and acceptance over time; returns False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure

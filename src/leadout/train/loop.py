@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.blocks import Blocks, batch, drafted_slots, draw_anchors, make_blocks
 from leadout.evaluate.hidden_states import Indexed, StateSource
-from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.target_weights import TargetWeights
 from leadout.train.config import TrainConfig, TrainError
-from leadout.train.objective import Objective, Scores, Slots, loss_of_slots
-from leadout.train.optimizer import (
+from leadout.train.objective import Slots, loss_of_slots
+from leadout.train.progress import Listener, Log, Record, StepRecord, ValidationRecord
+from leadout.train.state import (
     MasterWeights,
+    RunStatus,
     learning_rate_at,
+    load_state,
     make_optimizers,
-    set_learning_rate,
+    save_best,
+    save_state,
     sum_gradients_over_ranks,
 )
-from leadout.train.progress import Listener, Log, StepRecord, ValidationRecord
-from leadout.train.run_state import RunStatus, load_state, save_best, save_state
+
+if TYPE_CHECKING:
+    from leadout.train.run import Run
 
 # Rare tokens added to the candidates, drawn again in every step so that none is forgotten.
 RANDOM_CANDIDATES = 1024
@@ -42,99 +44,75 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class Loop:
-    """One run. `fetch` returns training sequences by index; `validate` evaluates the drafter."""
+    """Trains a run to its end, or until --patience runs out."""
 
-    def __init__(
-        self,
-        folder: Path,
-        weights: MasterWeights,
-        gradient: Gradient,
-        config: TrainConfig,
-        ranks: Ranks,
-        train: Sequence[int],
-        fetch: Callable[[int], Indexed],
-        validate: Callable[[], Validation],
-        listen: Listener,
-    ) -> None:
-        self._folder = folder
-        self._weights = weights
-        self._gradient = gradient
-        self._config = config
-        self._ranks = ranks
-        self._train = train
-        self._fetch = fetch
-        self._validate = validate
+    def __init__(self, run: Run, listen: Listener) -> None:
+        self._run = run
         self._listen = listen
-        self._optimizers = make_optimizers(weights.masters, config)
-        self.steps = total_steps(len(train), config)
-        self._saved_step = 0
+        self._optimizers = make_optimizers(run.weights.masters, run.config)
+        self._status = load_state(run.folder, run.weights, self._optimizers) or RunStatus()
+        self._log = Log(run.folder, self._status.step) if run.ranks.is_leader else None
+        self._saved_step = self._status.step
         self._can_save = False  # weights, optimizers and status belong to the same step
+        self._started = time.monotonic() - self._status.seconds
 
-    def run(self) -> RunStatus:
-        """Train to the end, or until --patience runs out."""
-        status = load_state(self._folder, self._weights, self._optimizers) or RunStatus()
-        self._saved_step = status.step
+    def train(self) -> RunStatus:
+        run, status = self._run, self._status
         try:
-            self._run_from(status)
+            while not status.finished:
+                self._step_and_save()
         except KeyboardInterrupt:
-            if self._can_save and self._ranks.is_leader and status.step > self._saved_step:
-                self._save(status)
-            raise TrainingInterrupted(self._saved_step, self.steps) from None
-        self._ranks.barrier()
+            if self._can_save and run.ranks.is_leader and status.step > self._saved_step:
+                self._save()
+            raise TrainingInterrupted(self._saved_step, run.steps) from None
+        run.ranks.barrier()
         return status
 
-    def _run_from(self, status: RunStatus) -> None:
-        log = Log(self._folder, status.step) if self._ranks.is_leader else None
-        listeners: list[Listener] = [log, self._listen] if log else []
-        before = status.seconds
-        started = time.monotonic()
+    def _step_and_save(self) -> None:
+        run, config, status = self._run, self._run.config, self._status
+        self._can_save = True
+        record = self._step()
+        status.step += 1
+        self._report(record)
+        finished = status.step == run.steps
+        if finished or status.step % config.validate_every == 0:
+            self._validate_and_keep_best()
+        if config.patience is not None and status.validations_without_gain >= config.patience:
+            finished = True
+        status.finished = run.ranks.broadcast(finished)
+        status.seconds = self._seconds()
+        if run.ranks.is_leader and (status.finished or status.step % config.save_every == 0):
+            self._save()
 
-        def seconds() -> float:
-            return before + time.monotonic() - started
-
-        while not status.finished:
-            self._can_save = True
-            record = self._step(status.step, seconds)
-            status.step += 1
-            for listener in listeners:
-                listener(record)
-            is_last = status.step == self.steps
-            if is_last or status.step % self._config.validate_every == 0:
-                self._validate_and_keep_best(status, listeners, seconds)
-            status.finished = self._ranks.broadcast(is_last or self._is_out_of_patience(status))
-            status.seconds = seconds()
-            if self._ranks.is_leader and (
-                status.finished or status.step % self._config.save_every == 0
-            ):
-                self._save(status)
-
-    def _step(self, step: int, seconds: Callable[[], float]) -> StepRecord:
-        began = time.monotonic()
-        self._weights.clear_gradients()
-        indices = sequences_of_step(self._train, step, self._config)
-        own = [self._fetch(index) for index in indices[self._ranks.rank :: self._ranks.count]]
-        denominator = float(self._config.batch_sequences * self._config.anchors)
-        result = self._gradient.accumulate(own, step, denominator)
-        masters = self._weights.masters.values()
-        if self._ranks.count > 1:
+    def _step(self) -> StepRecord:
+        run, config, ranks = self._run, self._run.config, self._run.ranks
+        began, step = time.monotonic(), self._status.step
+        run.weights.clear_gradients()
+        indices = sequences_of_step(run.corpus.split.train, step, config)
+        own = [run.fetch(index) for index in indices[ranks.rank :: ranks.count]]
+        denominator = float(config.batch_sequences * config.anchors)
+        result = run.gradient.accumulate(own, step, denominator)
+        masters = run.weights.masters.values()
+        if ranks.count > 1:
             sum_gradients_over_ranks(masters)
-        norm = nn.utils.clip_grad_norm_(masters, self._config.clip)
+        norm = nn.utils.clip_grad_norm_(masters, config.clip)
         if not torch.isfinite(norm):
             raise TrainError(
                 f"The gradient norm at step {step + 1} is {norm.item()}. Lower --learning-rate, "
                 "or check that the target's weights are complete."
             )
-        rate = learning_rate_at(step, self.steps, self._config)
-        set_learning_rate(self._optimizers, rate)
+        rate = learning_rate_at(step, run.steps, config)
         self._can_save = False  # until the step is complete and logged
         for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
             optimizer.step()
-        self._weights.update_drafter()
+        run.weights.update_drafter()
         local = torch.tensor([result.loss, result.blocks, result.hits.sum().item()])
-        loss, blocks, hits = self._ranks.sum(local).tolist()
+        loss, blocks, hits = ranks.sum(local).tolist()
         return StepRecord(
             step=step + 1,
-            seconds=seconds(),
+            seconds=self._seconds(),
             loss=loss,
             learning_rate=rate,
             gradient_norm=norm.item(),
@@ -142,29 +120,33 @@ class Loop:
             drafts_hit=1 + hits / max(blocks, 1),
         )
 
-    def _validate_and_keep_best(
-        self, status: RunStatus, listeners: Sequence[Listener], seconds: Callable[[], float]
-    ) -> None:
-        validation = self._validate()
+    def _validate_and_keep_best(self) -> None:
+        status = self._status
+        validation = self._run.validate()
         acceptance = validation.overall.acceptance_length
         if acceptance > status.best_acceptance:
             status.best_acceptance, status.best_step = acceptance, status.step
             status.validations_without_gain = 0
-            if self._ranks.is_leader:
-                save_best(self._folder, self._weights)
+            if self._run.ranks.is_leader:
+                save_best(self._run.folder, self._run.weights)
         else:
             status.validations_without_gain += 1
-        record = ValidationRecord(step=status.step, seconds=seconds(), validation=validation)
-        for listener in listeners:
-            listener(record)
+        self._report(
+            ValidationRecord(step=status.step, seconds=self._seconds(), validation=validation)
+        )
 
-    def _is_out_of_patience(self, status: RunStatus) -> bool:
-        patience = self._config.patience
-        return patience is not None and status.validations_without_gain >= patience
+    def _report(self, record: Record) -> None:
+        if self._log is not None:
+            self._log(record)
+            self._listen(record)
 
-    def _save(self, status: RunStatus) -> None:
-        save_state(self._folder, self._weights, self._optimizers, status)
-        self._saved_step = status.step
+    def _save(self) -> None:
+        save_state(self._run.folder, self._run.weights, self._optimizers, self._status)
+        self._saved_step = self._status.step
+
+    def _seconds(self) -> float:
+        """Time spent on training, including that before an interruption."""
+        return time.monotonic() - self._started
 
 
 class StepResult(NamedTuple):
@@ -194,9 +176,6 @@ class Gradient:
         self._config = config
         self._frequent = frequent  # [candidates] token ids, or None: score the whole vocabulary
         self._device = target_weights.embedding.device
-        self._objective = Objective(
-            config.distillation, config.position_weights, config.gamma, config.dpace_alpha
-        )
 
     def accumulate(self, sequences: Sequence[Indexed], step: int, denominator: float) -> StepResult:
         """Add the gradients of these sequences' part of a step to the master weights' own."""
@@ -219,21 +198,15 @@ class Gradient:
         states = observed.states.to(self._device)
         if config.compile:  # one shape for every pass: compiling takes minutes
             states = F.pad(states, (0, 0, 0, config.max_length - states.shape[1]))
-        drafted = drafted_slots(
-            self._forward, states, observed.final.to(self._device), tokens, blocks
-        )
-        scores, labels = self._scores(drafted.labels, step)
+        final = observed.final.to(self._device)
+        drafted = drafted_slots(self._forward, states, final, tokens, blocks)
+        head, labels = self._candidates(drafted.labels, step)
         teacher = drafted.teacher if config.distillation > 0 else None
-        result = loss_of_slots(
-            drafted.hidden,
-            Slots(labels, drafted.counted, teacher),
-            scores,
-            self._objective,
-            denominator,
-        )
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        slots = Slots(labels, drafted.counted, teacher)
+        loss, hits = loss_of_slots(drafted.hidden, slots, head, config, denominator)
+        loss.backward()  # type: ignore[no-untyped-call]
         self._weights.collect_gradients()
-        return result.loss.item(), result.hits.long().cumprod(-1)
+        return loss.item(), hits.long().cumprod(-1)
 
     def _blocks(self, part: Sequence[Indexed], step: int) -> tuple[Tensor, Blocks]:
         config = self._config
@@ -246,15 +219,18 @@ class Gradient:
         count = config.anchors if config.compile else max(len(drawn) for drawn in anchors)
         return tokens, make_blocks(anchors, tokens, supervised, config.block_size, count)
 
-    def _scores(self, labels: Tensor, step: int) -> tuple[Scores, Tensor]:
-        """The head over the whole vocabulary, or over the candidates and this pass's labels."""
+    def _candidates(self, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """The rows of the head to score, and the labels' places among them.
+
+        All rows, or those of the candidates and of this pass's labels.
+        """
         if self._frequent is None:
-            return Scores(self._head), labels
+            return self._head, labels
         generator = torch.Generator().manual_seed(step)
         rare = torch.randint(len(self._head), (RANDOM_CANDIDATES,), generator=generator)
         every = torch.cat([self._frequent, rare.to(self._head.device), labels.flatten()])
         rows = torch.unique(every)  # ascending
-        return Scores(self._head[rows]), torch.searchsorted(rows, labels)
+        return self._head[rows], torch.searchsorted(rows, labels)
 
 
 def passes(sequences: Sequence[Indexed], config: TrainConfig) -> Iterator[list[Indexed]]:

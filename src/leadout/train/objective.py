@@ -11,96 +11,44 @@ passes.
 
 `loss_of_slots` never holds more than a chunk of logits. The output head is frozen, so the gradient
 with respect to the hidden states can be computed in the forward pass, chunk by chunk, and the
-logits are dropped. `eager_loss_of_slots` is the same in plain autograd.
+logits are dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from leadout.train.config import TrainConfig
+
 # Slots whose logits are held at once; on CPUs as many as fit into the cache.
 CHUNK_SLOTS = {"cpu": 256, "cuda": 8192}
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """The labels and the weights of the slots; fields as in `TrainConfig`."""
-
-    distillation: float
-    position_weights: Literal["dpace", "exponential"]
-    gamma: float
-    dpace_alpha: float
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Hidden states to logits over some rows of the target's frozen head."""
-
-    head: Tensor  # [vocab rows, H]
-    bias: Tensor | None = None  # [vocab rows]
-    multiplier: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden.to(self.head.dtype), self.head, self.bias)
-        if self.multiplier != 1.0:
-            logits = logits * self.multiplier
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-    def gradient_of_hidden(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of the hidden states, given that of `logits` (both [..., vocab rows])."""
-        if self.softcap is not None:
-            gradient = gradient * (1 - (logits / self.softcap).square())
-        if self.multiplier != 1.0:
-            gradient = gradient * self.multiplier
-        return gradient.to(self.head.dtype) @ self.head
 
 
 class Slots(NamedTuple):
     """The labels of blocks' slots, [blocks, B-1]."""
 
-    labels: Tensor  # indices into the vocabulary rows of the scores
+    labels: Tensor  # indices into the rows of the head
     counted: Tensor  # True for supervised slots
     teacher: Tensor | None  # [blocks, B-1, H]: the target's final state before each label
 
 
-class SlotLoss(NamedTuple):
-    loss: Tensor  # scalar, already divided by the denominator
-    hits: Tensor  # [blocks, B-1]: the slot counts and its most likely token is the label
-
-
 def loss_of_slots(
-    hidden: Tensor, slots: Slots, scores: Scores, objective: Objective, denominator: float
-) -> SlotLoss:
-    """The loss of hidden states [blocks, B-1, H], computed in chunks of whole blocks."""
-    loss, hits = _ChunkedLoss.apply(hidden, slots, scores, objective, denominator)  # type: ignore[no-untyped-call]
-    return SlotLoss(loss, hits)
+    hidden: Tensor, slots: Slots, head: Tensor, config: TrainConfig, denominator: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of hidden states [blocks, B-1, H], and which supervised slots predict the label.
+
+    `head` [vocab rows, H] is frozen. The loss is a scalar, already divided by the denominator; the
+    hits are [blocks, B-1].
+    """
+    loss, hits = _ChunkedLoss.apply(hidden, slots, head, config, denominator)  # type: ignore[no-untyped-call]
+    return loss, hits
 
 
-def eager_loss_of_slots(
-    hidden: Tensor, slots: Slots, scores: Scores, objective: Objective, denominator: float
-) -> SlotLoss:
-    """The reference: all logits at once, gradients by autograd."""
-    logits = scores(hidden)
-    share = objective.distillation
-    mixture = (1 - share) * F.one_hot(slots.labels, logits.shape[-1]).float()
-    teacher_probs = _teacher_probabilities(slots, scores, share)
-    if teacher_probs is not None:
-        mixture = mixture + share * teacher_probs
-    entropy = -(mixture * F.log_softmax(logits, dim=-1, dtype=torch.float32)).sum(-1)
-    weights = position_weights(_label_entropy(logits, slots.labels), slots.counted, objective)
-    hits = (logits.argmax(-1) == slots.labels) & slots.counted
-    return SlotLoss((entropy * weights).sum() / denominator, hits)
-
-
-def position_weights(label_entropy: Tensor, counted: Tensor, objective: Objective) -> Tensor:
+def position_weights(label_entropy: Tensor, counted: Tensor, config: TrainConfig) -> Tensor:
     """The weight of each slot, [blocks, B-1]; 0 if it is not supervised; without gradient.
 
     Exponential: exp(-(k-1)/gamma) for slot k. D-PACE: the expected number of accepted slots from
@@ -108,10 +56,10 @@ def position_weights(label_entropy: Tensor, counted: Tensor, objective: Objectiv
     drafter's present probability of the label. Slots on which many others depend weigh most.
     """
     mask = counted.float()
-    if objective.position_weights == "exponential":
+    if config.position_weights == "exponential":
         place = torch.arange(counted.shape[-1], device=counted.device)
-        return mask * torch.exp(-place / objective.gamma)
-    alpha = objective.dpace_alpha
+        return mask * torch.exp(-place / config.gamma)
+    alpha = config.dpace_alpha
     accepted = (1 - alpha) * torch.exp(-label_entropy.detach()) + alpha
     reached = torch.where(counted, accepted, 1.0).cumprod(dim=-1) * mask
     return mask * reached.flip(-1).cumsum(-1).flip(-1)
@@ -123,8 +71,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         slots: Slots,
-        scores: Scores,
-        objective: Objective,
+        head: Tensor,
+        config: TrainConfig,
         denominator: float,
     ) -> tuple[Tensor, Tensor]:
         blocks, per_block, _ = hidden.shape
@@ -136,15 +84,13 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + step)
             teacher = None if slots.teacher is None else slots.teacher[part]
             chunk = Slots(slots.labels[part], slots.counted[part], teacher)
-            logits = scores(hidden[part])
-            log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+            log_probs = F.log_softmax(_logits(hidden[part], head), dim=-1, dtype=torch.float32)
             at_label = log_probs.gather(-1, chunk.labels[..., None])  # [blocks, B-1, 1]
-            weights = position_weights(-at_label[..., 0], chunk.counted, objective)
-            weights = weights / denominator
+            weights = position_weights(-at_label[..., 0], chunk.counted, config) / denominator
             hits[part] = (at_label[..., 0] >= log_probs.amax(-1)) & chunk.counted
-            share = objective.distillation
+            share = config.distillation
             entropy = -(1 - share) * at_label[..., 0]
-            teacher_probs = _teacher_probabilities(chunk, scores, share)
+            teacher_probs = _teacher_probabilities(chunk, head, share)
             if teacher_probs is not None:
                 entropy -= share * torch.linalg.vecdot(teacher_probs, log_probs)
             total += (entropy * weights).sum()
@@ -155,7 +101,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 -1, chunk.labels[..., None], torch.full_like(at_label, share - 1)
             )
             logit_gradient.mul_(weights[..., None])
-            gradient[part] = scores.gradient_of_hidden(logits, logit_gradient)
+            gradient[part] = logit_gradient.to(head.dtype) @ head
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(hits)
         return total, hits
@@ -166,15 +112,15 @@ class _ChunkedLoss(torch.autograd.Function):
         return gradient * upstream[0], None, None, None, None
 
 
-def _teacher_probabilities(slots: Slots, scores: Scores, share: float) -> Tensor | None:
+def _teacher_probabilities(slots: Slots, head: Tensor, share: float) -> Tensor | None:
     """The target's distribution at each slot, [blocks, B-1, vocab rows]; None if share is 0."""
     if share == 0:
         return None
     if slots.teacher is None:
         raise ValueError(f"distillation {share} requires the target's final states")
     with torch.no_grad():
-        return torch.softmax(scores(slots.teacher), dim=-1, dtype=torch.float32)
+        return torch.softmax(_logits(slots.teacher, head), dim=-1, dtype=torch.float32)
 
 
-def _label_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return -F.log_softmax(logits, dim=-1, dtype=torch.float32).gather(-1, labels[..., None])[..., 0]
+def _logits(hidden: Tensor, head: Tensor) -> Tensor:
+    return F.linear(hidden.to(head.dtype), head)

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.data.manifest import DataFolder
 from leadout.train.loop import sequences_of_step
-from leadout.train.optimizer import make_optimizers
 from leadout.train.run import Run
+from leadout.train.state import make_optimizers
 
 TIMED_STEPS = 2
 # Held-out acceptance length of a drafter for SmolLM2-135M-Instruct (2 layers, B = 8) after so many
@@ -30,7 +30,6 @@ MEASURED: tuple[tuple[float, float], ...] = (
 )
 # Below this, drafting and verifying usually cost more time than the accepted drafts save.
 MIN_USEFUL_ACCEPTANCE = 1.5
-MEASURED_ON = "SmolLM2-135M-Instruct, results/train/smollm2.json"
 
 
 class Plan(BaseModel):
@@ -53,31 +52,27 @@ class Plan(BaseModel):
 
     def text(self) -> str:
         expected = self.expected_acceptance_length
-        warning = [f"warning   {self._too_low()}"] if expected < MIN_USEFUL_ACCEPTANCE else []
-        return "\n".join(
-            [
-                f"data      {self.samples:,} samples, {self.response_tokens:,} response tokens",
-                f"training  {self.steps:,} steps, {self.blocks:,} blocks, "
-                f"{self.trained_parameters:,} weights",
-                f"time      {self.minutes:.0f} minutes: {self.seconds_per_step:.2f} s per step, "
-                f"{self.seconds_for_states / 60:.0f} minutes for the target's states, "
-                f"{self.seconds_per_validation:.0f} s per validation",
-                f"memory    {self.peak_memory_gib:.1f} GiB at the peak of {TIMED_STEPS} steps",
-                f"disk      {self.states_on_disk_gib:.1f} GiB of states, "
-                f"{self.checkpoint_gib:.2f} GiB of checkpoints",
-                f"expect    an acceptance length of about {expected:.1f} ({self.expectation_from})",
-                *warning,
-            ]
-        )
-
-    def _too_low(self) -> str:
-        blocks = blocks_for(MIN_USEFUL_ACCEPTANCE)
-        return (
-            "too low to be useful: below about "
-            f"{MIN_USEFUL_ACCEPTANCE} a drafter usually slows serving down. Expect to need "
-            f"{blocks / self.blocks:.0f} times the training: about {blocks:,.0f} blocks, from more "
-            "data (`leadout data`) or more --epochs."
-        )
+        lines = [
+            f"data      {self.samples:,} samples, {self.response_tokens:,} response tokens",
+            f"training  {self.steps:,} steps, {self.blocks:,} blocks, "
+            f"{self.trained_parameters:,} weights",
+            f"time      {self.minutes:.0f} minutes: {self.seconds_per_step:.2f} s per step, "
+            f"{self.seconds_for_states / 60:.0f} minutes for the target's states, "
+            f"{self.seconds_per_validation:.0f} s per validation",
+            f"memory    {self.peak_memory_gib:.1f} GiB at the peak of {TIMED_STEPS} steps",
+            f"disk      {self.states_on_disk_gib:.1f} GiB of states, "
+            f"{self.checkpoint_gib:.2f} GiB of checkpoints",
+            f"expect    an acceptance length of about {expected:.1f} ({self.expectation_from})",
+        ]
+        if expected < MIN_USEFUL_ACCEPTANCE:
+            blocks = blocks_for(MIN_USEFUL_ACCEPTANCE)
+            lines.append(
+                f"warning   too low to be useful: below about {MIN_USEFUL_ACCEPTANCE} a drafter "
+                f"usually slows serving down. Expect to need {blocks / self.blocks:.0f} times the "
+                f"training: about {blocks:,.0f} blocks, from more data (`leadout data`) or more "
+                "--epochs."
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +131,8 @@ def make_plan(run: Run, data: DataFolder) -> Plan:
         states_on_disk_gib=all_tokens * width * 2 / 2**30 if on_disk else 0.0,
         checkpoint_gib=weights * 4 * 4 / 2**30,
         expected_acceptance_length=expected_acceptance(blocks),
-        expectation_from=f"measured after as many blocks on {MEASURED_ON}; other targets and "
-        "traffic differ",
+        expectation_from="measured after as many blocks on SmolLM2-135M-Instruct, "
+        "results/train/smollm2.json; other targets and traffic differ",
     )
 
 

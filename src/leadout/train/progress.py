@@ -1,9 +1,10 @@
-"""What a run reports: its log, progress on the terminal, TensorBoard events, the final report."""
+"""What a run reports while it trains: its log, progress on the terminal, TensorBoard events."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -14,9 +15,8 @@ from leadout.console import Progress
 from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.hidden_states import StatesOnDisk
 from leadout.files import write_text
-from leadout.train.config import TrainConfig, TrainError
-from leadout.train.run_state import read_status
-from leadout.train.served import ServedAcceptance
+from leadout.train.config import TrainError
+from leadout.train.state import read_status
 
 if TYPE_CHECKING:
     from leadout.train.run import Run
@@ -79,8 +79,7 @@ class Curves(NamedTuple):
 
     @property
     def best(self) -> Validation:
-        found = max(self.validations, key=lambda r: r.validation.overall.acceptance_length)
-        return found.validation
+        return max(self.validations, key=_acceptance).validation
 
 
 def curves_of(records: Iterable[Record]) -> Curves:
@@ -91,59 +90,24 @@ def curves_of(records: Iterable[Record]) -> Curves:
     )
 
 
-class TrainReport(BaseModel):
-    """The result of a run: the numbers a person needs before deploying the drafter."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    target: str
-    drafter: str
-    steps: int
-    best_step: int
-    minutes: float
-    data_hash: str
-    response_tokens: int
-    config: TrainConfig
-    validation: Validation  # of the best step
-    served: ServedAcceptance
-    # Identity of the target and its template; None in records of earlier versions.
-    target_fingerprint: str | None = None
-    template_hash: str | None = None
-    thinking: bool | None = None
-
-    def text(self) -> str:
-        by_source = ", ".join(
-            f"{name} {found.acceptance_length:.2f}"
-            for name, found in self.validation.by_source.items()
-        )
-        return (
-            f"{self.drafter}: drafter for {self.target}, trained for {self.minutes:.0f} minutes, "
-            f"best at step {self.best_step} of {self.steps}\n"
-            f"held-out acceptance length {self.validation.overall.acceptance_length:.3f} tokens "
-            f"per step ({by_source})\n"
-            f"served by vLLM {self.served.served:.3f}, predicted for the same texts "
-            f"{self.served.predicted:.3f} ({self.served.difference:.1%} difference)"
-        )
-
-
 def progress_listener(progress: Progress, run: Run) -> Listener:
     """Shows a run's steps as a stage of `progress`, with its loss and latest acceptance length."""
     status = read_status(run.folder)
     done = status.step if status else 0
     past = [r for r in read_log(run.folder) if r.step <= done] if done else []
     validations = curves_of(past).validations
-    acceptance = f", acceptance {_acceptance(validations[-1]):.2f}" if validations else ""
+    acceptance = ""
     advance = progress.stage("training", run.steps, done)
-    computes_states = isinstance(run.source, StatesOnDisk) and not run.source.has_all(
-        run.corpus.split.train
-    )
     if validations:
+        last = validations[-1]
+        acceptance = f", acceptance {_acceptance(last):.2f}"
         progress.say(
-            f"continuing after step {done}; held-out acceptance length "
-            f"{_acceptance(validations[-1]):.3f} at step {validations[-1].step}"
+            f"continuing after step {done}; held-out acceptance length {_acceptance(last):.3f} at "
+            f"step {last.step}"
         )
-    if computes_states:
-        epoch = math.ceil(len(run.corpus.split.train) / run.config.batch_sequences)
+    train = run.corpus.split.train
+    if isinstance(run.source, StatesOnDisk) and not run.source.has_all(train):
+        epoch = math.ceil(len(train) / run.config.batch_sequences)
         progress.say(
             "computing the target's hidden states during the first epoch "
             f"(until step {min(epoch, run.steps)}); later steps are faster"
@@ -178,29 +142,25 @@ def require_tensorboard() -> None:
         )
 
 
-class TensorBoard:
-    """A listener that writes scalars beside the run's log."""
+@contextmanager
+def tensorboard_listener(folder: Path) -> Iterator[Listener]:
+    """Writes scalars beside the run's log."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(folder / "tensorboard"))
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def __call__(self, record: Record) -> None:
+    def listen(record: Record) -> None:
         if isinstance(record, StepRecord):
-            scalars = {
-                "train/loss": record.loss,
-                "train/drafts_hit": record.drafts_hit,
-                "train/learning_rate": record.learning_rate,
-            }
+            names = ("loss", "drafts_hit", "learning_rate")
+            scalars = {f"train/{name}": getattr(record, name) for name in names}
         else:
-            found = record.validation
-            scalars = {"validation/acceptance_length": found.overall.acceptance_length}
-            for source, each in found.by_source.items():
+            scalars = {"validation/acceptance_length": _acceptance(record)}
+            for source, each in record.validation.by_source.items():
                 scalars[f"validation/{source}"] = each.acceptance_length
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, record.step)
+            writer.add_scalar(name, value, record.step)
 
-    def close(self) -> None:
-        """Flush; without it the last records would be lost."""
-        self._writer.close()
+    try:
+        yield listen
+    finally:
+        writer.close()  # without it the last records would be lost

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,20 +32,21 @@ from leadout.evaluate.hidden_states import (
 from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.models import fingerprint
-from leadout.shards import Sample, Samples
+from leadout.shards import Samples
 from leadout.train.config import TrainConfig, TrainError
 from leadout.train.init import (
     choose_mask_token,
     default_layers,
-    initial_drafter,
     new_config,
+    new_drafter,
     spread_layer_ids,
+    trained_drafter,
 )
 from leadout.train.loop import Gradient, Loop, total_steps
-from leadout.train.optimizer import MasterWeights
 from leadout.train.progress import Listener
-from leadout.train.run_state import RunStatus, remove_partial_files
+from leadout.train.state import MasterWeights, RunStatus
 
+_Item = TypeVar("_Item")
 WORK = "run"  # the part of the output folder that a run needs to continue
 STATES = "states.bin"
 # From the second epoch on, reading states is cheaper than computing them: a pass of the target
@@ -81,26 +82,34 @@ def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size:
             f"{len(parts.validation)} greedy ones to hold out; at least 1 of each is required. "
             "Generate more data, with a --greedy-share above 0."
         )
-    if not any(_has_whole_block(samples[index], config) for index in parts.validation):
+    held_out = [samples[index] for index in parts.validation]
+    if not any(
+        min(len(each.response), config.max_length - len(each.prompt)) >= config.block_size
+        for each in held_out
+    ):  # acceptance can only be measured on whole blocks
         raise TrainError(
-            f"--block-size {config.block_size} is too large: none of the "
-            f"{len(parts.validation)} held-out answers has that many tokens within --max-length "
-            f"{config.max_length}."
+            f"--block-size {config.block_size} is too large: none of the {len(held_out)} held-out "
+            f"answers has that many tokens within --max-length {config.max_length}."
         )
+    return make_corpus(samples, parts, config.max_length, vocab_size, data.content_hash())
+
+
+def make_corpus(
+    samples: Samples, parts: Split, max_length: int, vocab_size: int, content_hash: str
+) -> Corpus:
     training = set(parts.train)
     lengths, counts = [], torch.zeros(vocab_size, dtype=torch.int64)
-    for index in range(len(samples)):
-        sample = samples[index]
-        lengths.append(min(len(sample.prompt) + len(sample.response), config.max_length))
+    for index, sample in enumerate(samples):
+        lengths.append(min(len(sample.prompt) + len(sample.response), max_length))
         if index in training:
             counts += torch.bincount(torch.tensor(sample.response), minlength=vocab_size)
-    return Corpus(samples, parts, lengths, counts, data.content_hash())
+    return Corpus(samples, parts, lengths, counts, content_hash)
 
 
-def _has_whole_block(sample: Sample, config: TrainConfig) -> bool:
-    """Whether acceptance can be measured on the sample's answer."""
-    within = config.max_length - len(sample.prompt)
-    return min(len(sample.response), within) >= config.block_size
+def evenly_spaced(items: Sequence[_Item], count: int) -> list[_Item]:
+    """At most `count` of the items, from their whole range."""
+    taken = min(count, len(items))
+    return [items[len(items) * place // taken] for place in range(taken)]
 
 
 def complete_settings(
@@ -167,8 +176,7 @@ class Run:
         self.corpus = corpus
         self.ranks = ranks
         self.folder = out / WORK
-        self._target = target
-        self._precision = getattr(torch, config.precision)
+        precision: torch.dtype = getattr(torch, config.precision)
         self.drafter_config = shape or new_config(
             target,
             AutoConfig.from_pretrained(target),
@@ -177,41 +185,44 @@ class Run:
             target_layer_ids=config.target_layer_ids,
             mask_token_id=config.mask_token_id,
         )
-        self.drafter = initial_drafter(self.drafter_config, config.initial, config.seed)
+        if config.initial == "random":
+            self.drafter = new_drafter(self.drafter_config, config.seed)
+        else:
+            self.drafter = trained_drafter(self.drafter_config, Path(config.initial))
         self.drafter.to(ranks.device)
-        self.weights = MasterWeights(self.drafter, self._precision)
-        self.target_weights = load_target_weights(
-            TargetFiles(target), self._precision, ranks.device
-        )
+        self.weights = MasterWeights(self.drafter, precision)
+        self.target_weights = load_target_weights(TargetFiles(target), precision, ranks.device)
         self._forward = BlockForward(self.drafter, self.target_weights.embedding)
         compiled = torch.compile(self._forward, dynamic=False) if config.compile else self._forward
-        self.source = self._state_source()
+        taps = self.drafter_config.target_layer_ids
+        computed = ComputedStates(
+            lambda: Target(load_model(target, precision).to(ranks.device), taps)
+        )
+        self.source: StateSource = computed
+        if config.states != "compute":
+            self.source = StatesOnDisk(
+                self.folder / STATES,
+                computed,
+                corpus.lengths,
+                taps=len(taps),
+                hidden_size=self.drafter_config.context_size,
+                dtype=precision,
+            )
+        count, counts = config.candidates, corpus.token_counts
+        frequent = None  # None: score the whole vocabulary
+        if count is not None and count < len(counts):
+            frequent = counts.topk(count).indices.to(ranks.device)
         self.gradient = Gradient(
-            compiled,
-            self.weights,
-            self.target_weights,
-            self.source,
-            config,
-            self._frequent_tokens(),
+            compiled, self.weights, self.target_weights, self.source, config, frequent
         )
         self.steps = total_steps(len(corpus.split.train), config)
 
     def train(self, listen: Listener) -> RunStatus:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.ranks.is_leader:
-            remove_partial_files(self.folder)
-        loop = Loop(
-            self.folder,
-            self.weights,
-            self.gradient,
-            self.config,
-            self.ranks,
-            self.corpus.split.train,
-            self.fetch,
-            self.validate,
-            listen,
-        )
-        return loop.run()
+            for path in self.folder.glob(".*.safetensors.*.partial"):  # of a killed run
+                path.unlink()
+        return Loop(self, listen).train()
 
     def fetch(self, index: int) -> Indexed:
         return index, to_sequence(self.corpus.samples[index], self.config.max_length)
@@ -229,27 +240,3 @@ class Run:
             return accepted_drafts(self._forward, self.target_weights, self.source, part, size)
 
         return summarise(accepted_drafts_over_ranks(self.ranks, sequences, accepted, size), size)
-
-    def _state_source(self) -> StateSource:
-        computed = ComputedStates(self._load_target)
-        if self.config.states == "compute":
-            return computed
-        return StatesOnDisk(
-            self.folder / STATES,
-            computed,
-            self.corpus.lengths,
-            taps=len(self.drafter_config.target_layer_ids),
-            hidden_size=self.drafter_config.context_size,
-            dtype=self._precision,
-        )
-
-    def _load_target(self) -> Target:
-        model = load_model(self._target, self._precision).to(self.ranks.device)
-        return Target(model, self.drafter_config.target_layer_ids)
-
-    def _frequent_tokens(self) -> Tensor | None:
-        """The most frequent tokens of the answers, or None: score the whole vocabulary."""
-        count = self.config.candidates
-        if count is None or count >= len(self.corpus.token_counts):
-            return None
-        return self.corpus.token_counts.topk(count).indices.to(self.ranks.device)

@@ -16,7 +16,7 @@ from leadout.findings import Severity
 from leadout.models import fingerprint
 from leadout.train import export
 from leadout.train.config import TrainConfig
-from leadout.train.progress import TrainReport
+from leadout.train.export import TrainReport
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.files import FileError
 from leadout.train.config import TrainError
-from leadout.train.run_state import BEST, STATE
+from leadout.train.state import BEST, STATE
 from support.small_runs import MakeRun
 
 CPU = torch.device("cpu")

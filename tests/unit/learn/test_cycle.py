@@ -18,9 +18,8 @@ from leadout.check.result import Lossless
 from leadout.checkpoints import read_checkpoint
 from leadout.errors import StoppedError
 from leadout.learn.config import LearnConfig, LearnError
-from leadout.learn.cycle import RECORD, learn
+from leadout.learn.cycle import RECORD, learn, start_registry
 from leadout.learn.prepare import WorkFolder
-from leadout.learn.promote import start_registry
 from leadout.learn.report import LearnResult
 from leadout.registry import Registry
 from leadout.shards import Sample

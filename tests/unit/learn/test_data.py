@@ -16,7 +16,6 @@ from leadout.learn.data import (
     Mix,
     Traffic,
     copy_newest,
-    evenly_spaced,
     make_mix,
     prompt_key,
     read_part,
@@ -26,6 +25,7 @@ from leadout.learn.data import (
 )
 from leadout.models import fingerprint
 from leadout.shards import Sample, Samples, ShardWriter
+from leadout.train.run import evenly_spaced
 from support.learn_world import NEW, SETTINGS_OF_FIRST, World, requests, write_capture
 from support.models import TINY_VOCAB
 from support.tiny_data import write_data

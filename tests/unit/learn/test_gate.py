@@ -13,10 +13,10 @@ from leadout.console import Progress
 from leadout.evaluate.acceptance import TextAcceptance
 from leadout.evaluate.compare import acceptance_by_drafter
 from leadout.findings import Finding, Severity
+from leadout.learn.config import CycleSettings
 from leadout.learn.gate import (
     Comparison,
     Evidence,
-    Margins,
     Trial,
     compare,
     compare_by_source,
@@ -33,7 +33,7 @@ from support.gate_candidates import (
 )
 from support.learn_world import ALONE, World, lossless_by_reference
 
-MARGINS = Margins(gain=0.03, base_loss=0.03)
+SETTINGS = CycleSettings(gain=0.03, base_loss=0.03)
 EQUAL_TEXTS = Lossless(texts=16, equal_texts=16, divergences=[], largest_allowed_gap=0.0)
 ERROR = Finding(name="weights-not-finite", severity=Severity.ERROR, message="NaN", remedy="-")
 WARNING = Finding(name="engine-version", severity=Severity.WARNING, message="old", remedy="-")
@@ -70,7 +70,7 @@ def drawn(seed: int, mean: float, count: int = 60, source: str = "traffic") -> l
 
 
 def test_a_good_candidate_passes_with_its_numbers_as_reasons() -> None:
-    decision = decide(GOOD, MARGINS)
+    decision = decide(GOOD, SETTINGS)
     assert decision.passed
     assert "+20.0% (95% interval +15.0% to +25.0%) over 50 requests" in decision.reasons[0]
 
@@ -102,7 +102,7 @@ def test_a_good_candidate_passes_with_its_numbers_as_reasons() -> None:
     ],
 )
 def test_each_rule_rejects_alone(changes: dict[str, object], broken: str) -> None:
-    decision = decide(GOOD.model_copy(update=changes), MARGINS)
+    decision = decide(GOOD.model_copy(update=changes), SETTINGS)
     assert not decision.passed
     assert [reason.partition(":")[0] for reason in decision.reasons] == [broken]
 
@@ -116,17 +116,17 @@ def test_every_broken_rule_is_reported() -> None:
             "base_by_source": {"code": change(-0.2, -0.3, -0.1)},
         }
     )
-    rules = [reason.partition(":")[0] for reason in decide(bad, MARGINS).reasons]
+    rules = [reason.partition(":")[0] for reason in decide(bad, SETTINGS).reasons]
     assert rules == ["weights-not-finite", "traffic", "base", "base, code"]
 
 
 def test_warnings_do_not_reject_a_candidate() -> None:
-    assert decide(GOOD.model_copy(update={"findings": [WARNING]}), MARGINS).passed
+    assert decide(GOOD.model_copy(update={"findings": [WARNING]}), SETTINGS).passed
 
 
 def test_an_insignificant_loss_on_one_source_does_not_reject() -> None:
     by_source = {"code": change(-0.05, -0.2, 0.1)}
-    assert decide(GOOD.model_copy(update={"base_by_source": by_source}), MARGINS).passed
+    assert decide(GOOD.model_copy(update={"base_by_source": by_source}), SETTINGS).passed
 
 
 def test_acceptance_length_is_over_all_steps() -> None:
@@ -150,12 +150,12 @@ def test_comparisons_are_paired() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_chance_alone_does_not_pass(seed: int) -> None:
     traffic = compare(drawn(seed, 1.2), drawn(seed + 1000, 1.2))
-    assert traffic.change.low < MARGINS.gain
+    assert traffic.change.low < SETTINGS.gain
 
 
 def test_a_real_gain_passes() -> None:
     traffic = compare(drawn(1, 1.0, 400), drawn(2, 1.35, 400))
-    assert traffic.change.low > MARGINS.gain
+    assert traffic.change.low > SETTINGS.gain
 
 
 def test_sources_are_compared_separately() -> None:
@@ -179,7 +179,7 @@ def test_the_gate_decides_correctly_on_each_prepared_candidate(
         max_length=64,
         device=ALONE.device,
     )
-    decision = decide(evaluate(trial, lossless_by_reference, Progress.silent()), MARGINS)
+    decision = decide(evaluate(trial, lossless_by_reference, Progress.silent()), SETTINGS)
     assert decision.passed is (not candidate.broken_rules), decision.reasons
     if candidate.broken_rules:
         for reason in decision.reasons:

@@ -24,7 +24,7 @@ from leadout.learn.prepare import (
 from leadout.settings import SettingsError
 from leadout.shards import Samples, ShardWriter
 from leadout.train.config import TrainConfig
-from leadout.train.draft_vocab import reduce_draft_vocab
+from leadout.train.init import reduce_draft_vocab
 from leadout.train.loop import total_steps
 from leadout.train.plan import Timing
 from leadout.train.run import Corpus

@@ -18,11 +18,11 @@ from leadout.data.manifest import DataFolder
 from leadout.dflash.generate import generate
 from leadout.engine.child_process import EngineError
 from leadout.engine.offline import SessionRequest, SessionResult, SetRun
-from leadout.train import command, served
+from leadout.train import command, export
 from leadout.train.config import TrainConfig
 from leadout.train.progress import read_log
 from leadout.train.run import Corpus, Run
-from leadout.train.run_state import load_best
+from leadout.train.state import load_best
 from support.small_runs import SMALL, KilledError, MakeRun
 from support.tiny_data import STOPS, loaded, write_data
 
@@ -64,8 +64,8 @@ def reference_decode(request: SessionRequest) -> SessionResult:
 def train(
     target_folder: Path, data: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Train]:
-    monkeypatch.setattr(served, "run_session", reference_decode)
-    monkeypatch.setattr(command, "SERVED_TOKENS", 40)
+    monkeypatch.setattr(export, "run_session", reference_decode)
+    monkeypatch.setattr(export, "SERVED_TOKENS", 40)
 
     def run(*words: str, out: str = "out", folder: Path = data.folder) -> Result:
         place = ["--data", str(folder), "--out", str(tmp_path / out)]
@@ -175,7 +175,7 @@ def test_a_different_acceptance_in_vllm_fails_the_run(
         counted = {"steps": steps, "accepted_by_position": [accepted]}
         return SessionResult(runs=[run.model_copy(update=counted)])
 
-    monkeypatch.setattr(served, "run_session", differs)
+    monkeypatch.setattr(export, "run_session", differs)
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 1
     assert message in ended.stderr
@@ -191,12 +191,12 @@ def test_a_crash_of_vllm_fails_the_run_with_its_last_output(
     def fails(_: SessionRequest) -> SessionResult:
         raise EngineError("vLLM ended with code 1; its last lines:\nno room")
 
-    monkeypatch.setattr(served, "run_session", fails)
+    monkeypatch.setattr(export, "run_session", fails)
     ended = train("--epochs", "0.3")
     assert ended.exit_code == 2
     assert "no room" in ended.stderr
     # A later attempt need not train again.
-    monkeypatch.setattr(served, "run_session", reference_decode)
+    monkeypatch.setattr(export, "run_session", reference_decode)
     assert train("--epochs", "0.3", "--resume").exit_code == 0
 
 
@@ -303,7 +303,7 @@ def test_ctrl_c_says_how_to_continue(
     assert "Stopped at step 0 of 3; continue with `leadout train " in ended.stderr
     assert again in ended.stderr
     with monkeypatch.context() as patch:
-        patch.setattr(served, "run_session", interrupted)
+        patch.setattr(export, "run_session", interrupted)
         ended = train("--epochs", "0.3", "--resume")
     assert ended.exit_code == 130
     assert "Stopped after training, before the drafter was verified; continue" in ended.stderr
@@ -384,9 +384,9 @@ def served_with(
     def compare(_target: Path, _drafter: Path, prompts: list[list[int]], **settings: Any) -> None:
         asked.extend([prompts, settings])
 
-    monkeypatch.setattr(command, "compare_with_served", compare)
-    monkeypatch.setattr(command, "SERVED_TOKENS", tokens)
-    command.serve_held_out(run, Path("target"), Path("drafter"))
+    monkeypatch.setattr(export, "compare_with_served", compare)
+    monkeypatch.setattr(export, "SERVED_TOKENS", tokens)
+    export.serve_held_out(run, Path("target"), Path("drafter"))
     return asked[0], asked[1]
 
 
@@ -394,7 +394,7 @@ def test_vllm_gets_prompts_of_every_source_and_enough_context(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    monkeypatch.setattr(command, "SERVED_PROMPTS", 3)
+    monkeypatch.setattr(export, "SERVED_PROMPTS", 3)
     prompts, settings = served_with(monkeypatch, run, tokens=128)
     held_out = [run.corpus.samples[index] for index in run.corpus.split.validation]
     by_prompt = {tuple(sample.prompt): sample.source for sample in held_out}

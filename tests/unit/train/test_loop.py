@@ -21,7 +21,7 @@ from leadout.train.loop import (
 )
 from leadout.train.progress import LOG, Record, StepRecord, ValidationRecord, read_log
 from leadout.train.run import Run
-from leadout.train.run_state import STATE, load_best
+from leadout.train.state import STATE, load_best
 from support.models import TINY_VOCAB
 from support.small_runs import KilledError, MakeRun, small_config
 
@@ -257,11 +257,11 @@ def test_bfloat16_gradients_are_close_to_float32_gradients(make_run: MakeRun) ->
 def test_candidates_always_contain_the_labels(make_run: MakeRun) -> None:
     run = make_run(candidates=3)
     labels = torch.tensor([[0, 319], [17, 250]])
-    scores, places = run.gradient._scores(labels, step=0)
-    assert torch.equal(scores.head[places], run.target_weights.head[labels])
+    head, places = run.gradient._candidates(labels, step=0)
+    assert torch.equal(head[places], run.target_weights.head[labels])
     counts = run.corpus.token_counts
     frequent = run.target_weights.head[counts.topk(3).indices]
-    assert all((scores.head == row).all(-1).any() for row in frequent)
+    assert all((head == row).all(-1).any() for row in frequent)
 
 
 def test_as_many_candidates_as_tokens_is_the_whole_vocabulary(make_run: MakeRun) -> None:

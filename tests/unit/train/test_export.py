@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from leadout.train import served
+from leadout.train import export
 
 
-def served_acceptance(served_length: float, predicted: float) -> served.ServedAcceptance:
-    return served.ServedAcceptance(
+def served_acceptance(served_length: float, predicted: float) -> export.ServedAcceptance:
+    return export.ServedAcceptance(
         prompts=1,
         max_tokens=1,
         draft_tokens=1,
@@ -24,6 +24,6 @@ def served_acceptance(served_length: float, predicted: float) -> served.ServedAc
 
 @pytest.mark.parametrize("predicted", [1.89, 2.11])
 def test_served_and_predicted_acceptance_may_differ_by_five_percent(predicted: float) -> None:
-    with pytest.raises(served.ServedDiffersError, match=r"differ by 5\.5%, expected at most 5%"):
-        served.require_agreement(served_acceptance(2.0, predicted), Path("d"))
-    served.require_agreement(served_acceptance(2.0, 1.91), Path("d"))
+    with pytest.raises(export.ServedDiffersError, match=r"differ by 5\.5%, expected at most 5%"):
+        export.require_agreement(served_acceptance(2.0, predicted), Path("d"))
+    export.require_agreement(served_acceptance(2.0, 1.91), Path("d"))
