@@ -33,16 +33,16 @@ def test_the_package_keeps_its_layers(copied_tree: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "broken_rule"),
     [
-        ("cli/env.py", "import vllm", "Only the engine package imports vLLM"),
+        ("cli/commands.py", "import vllm", "Only the engine package imports vLLM"),
         (
-            "cli/env.py",
+            "cli/commands.py",
             "def hidden():\n    from vllm.config import VllmConfig",
             "Only the engine package imports vLLM",
         ),
         ("environment.py", "import vllm.envs", "Only the engine package imports vLLM"),
         ("dflash/config.py", "import transformers", "The algorithm needs torch only"),
         ("dflash/config.py", "import leadout.engine.vllm_adapter", "Layers import downwards only"),
-        ("engine/guard.py", "import leadout.cli.env", "Layers import downwards only"),
+        ("engine/guard.py", "import leadout.cli.commands", "Layers import downwards only"),
         ("control/gain.py", "import torch", "The policy needs neither torch nor an engine"),
         ("attic.py", "x = 1", "Layers import downwards only"),
     ],

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.result import Divergence, Lossless
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, error
 
 ULPS = 4
 
@@ -74,24 +74,17 @@ def finding_of(lossless: Lossless) -> Finding | None:
         return None
     worst = max(bad, key=lambda each: each.logit_gap)
     limit = f"at most {allowed:.4g} is rounding" if allowed else "in float32 texts must be equal"
-    return Finding(
-        name="not-lossless",
-        severity=Severity.ERROR,
-        message=(
-            f"speculation changes {len(bad)} of {lossless.texts} greedy texts by more than "
-            f"rounding: an answer of {worst.prompt_set} diverges at token {worst.position}, where "
-            f"the target's logits for the two tokens are {worst.logit_gap:.4g} apart ({limit})"
-        ),
-        evidence={
-            "texts": lossless.texts,
-            "changed": len(bad),
-            "largest_gap": worst.logit_gap,
-            "allowed_gap": allowed,
-        },
-        remedy=(
-            "Do not deploy: speculation must not change the target's text, whatever the drafter. "
-            "Serve without speculation and report the engine's version with this result."
-        ),
+    return error(
+        "not-lossless",
+        f"speculation changes {len(bad)} of {lossless.texts} greedy texts by more than rounding: "
+        f"an answer of {worst.prompt_set} diverges at token {worst.position}, where the target's "
+        f"logits for the two tokens are {worst.logit_gap:.4g} apart ({limit})",
+        "Do not deploy: speculation must not change the target's text, whatever the drafter. "
+        "Serve without speculation and report the engine's version with this result.",
+        texts=lossless.texts,
+        changed=len(bad),
+        largest_gap=worst.logit_gap,
+        allowed_gap=allowed,
     )
 
 

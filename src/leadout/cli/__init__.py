@@ -1,1 +1,1 @@
-"""The command line: one thin file per command; heavy imports stay inside the functions."""
+"""The command line: thin commands, their flags from settings models, and exit codes."""

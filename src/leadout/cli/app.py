@@ -6,12 +6,13 @@ run, 3 undecided, 130 interrupted (see `leadout.errors`).
 
 import os
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from leadout.cli import bench, check, convert, data, env, inspect, learn, serve, train, tune
+from leadout.cli import commands
 from leadout.cli.options import PanelCommand, settings_command
 from leadout.errors import FAILED, INTERRUPTED, LeadoutError
 from leadout.version import __version__
@@ -52,24 +53,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(
-    "serve",
-    cls=settings_command("leadout.engine.serve_settings:ServeSettings"),
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(serve.serve)
-app.command("tune", cls=settings_command("leadout.tune.settings:TuneSettings"))(tune.tune)
-app.command("check", cls=settings_command("leadout.check.settings:CheckSettings"))(check.check)
-app.command(
-    "bench",
-    cls=settings_command("leadout.bench.settings:BenchSettings"),
-    context_settings={"allow_extra_args": True},
-)(bench.bench)
-app.command("data", cls=settings_command("leadout.data.settings:DataSettings"))(data.data)
-app.command("inspect", cls=PanelCommand)(inspect.inspect)
-app.command("convert", cls=PanelCommand)(convert.convert)
-app.command("train", cls=settings_command("leadout.train.config:TrainConfig"))(train.train)
-app.command("learn", cls=settings_command("leadout.learn.config:LearnConfig"))(learn.learn)
-app.command("env", cls=PanelCommand)(env.env)
+
+
+def _add(command: Callable[..., None], settings: str | None = None, **extra: bool) -> None:
+    """Register a command; `settings` is its settings model as module:class."""
+    kind = PanelCommand if settings is None else settings_command(f"leadout.{settings}")
+    app.command(cls=kind, context_settings=dict(extra))(command)
+
+
+_add(
+    commands.serve,
+    "engine.serve_settings:ServeSettings",
+    allow_extra_args=True,
+    ignore_unknown_options=True,
+)
+_add(commands.tune, "tune.settings:TuneSettings")
+_add(commands.check, "check.settings:CheckSettings")
+_add(commands.bench, "bench.settings:BenchSettings", allow_extra_args=True)
+_add(commands.data, "data.settings:DataSettings")
+_add(commands.inspect)
+_add(commands.convert)
+_add(commands.train, "train.config:TrainConfig")
+_add(commands.learn, "learn.config:LearnConfig")
+_add(commands.env)
 
 
 def _print_version(wanted: bool) -> None:

@@ -65,10 +65,8 @@ class SettingsCommand(PanelCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         *own, helper = super().get_params(ctx)  # --help comes last
-        added = _parameters(self.model)
-        arguments = [each for each in added if each.param_type_name == "argument"]
-        flags = [each for each in added if each.param_type_name != "argument"]
-        return [*arguments, *flags, *own, helper]
+        added = sorted(_parameters(self.model), key=lambda each: each.param_type_name != "argument")
+        return [*added, *own, helper]
 
     def invoke(self, ctx: Any) -> Any:
         names = {each.name for each in _parameters(self.model)}
@@ -82,10 +80,7 @@ def settings_command(path: str) -> type[SettingsCommand]:
 
 
 def settings_of(
-    context: typer.Context,
-    model: "type[Model]",
-    file: "Path | None" = None,
-    **more: Any,
+    context: typer.Context, model: "type[Model]", file: "Path | None" = None, **more: Any
 ) -> "Model":
     """The settings model from the flags of this call, over an optional YAML file."""
     found = {
@@ -121,8 +116,10 @@ def _parameter(model: "type[Settings]", name: str, field: "FieldInfo") -> inspec
         return None
     kind, inner = _typer_kind(field.annotation)
     text = field.description or ""
-    if field.default not in (None, (), False) and not field.is_required():
-        text += f" [default: {_listed(field.default)}]"
+    default = field.default
+    if default not in (None, (), False) and not field.is_required():
+        listed = ", ".join(map(str, default)) if isinstance(default, tuple) else default
+        text += f" [default: {listed}]"
     metavar = extra.get("metavar") or (
         None if get_origin(inner) is Literal else _METAVARS.get(getattr(inner, "__name__", ""))
     )
@@ -143,10 +140,6 @@ def _parameter(model: "type[Settings]", name: str, field: "FieldInfo") -> inspec
         default=None,
         annotation=Annotated[kind, option],
     )
-
-
-def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _typer_kind(annotation: Any) -> tuple[Any, Any]:
