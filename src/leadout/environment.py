@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.console import Console
 
 from leadout.console import facts_table, table
@@ -29,18 +29,14 @@ class Need:
         return util.find_spec(self.module) is not None
 
 
-class Usability(BaseModel):
+class Usability(BaseModel, extra="forbid"):
     """Whether a command can run here, and what to install if not."""
-
-    model_config = ConfigDict(extra="forbid")
 
     usable: bool
     remedy: str | None = None
 
 
-class Hardware(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Hardware(BaseModel, extra="forbid"):
     system: str
     machine: str
     cores: int
@@ -48,9 +44,7 @@ class Hardware(BaseModel):
     accelerators: list[str]
 
 
-class EnvironmentReport(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class EnvironmentReport(BaseModel, extra="forbid"):
     leadout: str
     python: str
     libraries: dict[str, str | None]

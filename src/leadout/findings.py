@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 EvidenceValue = float | int | str | list[float] | list[int]
 
@@ -25,10 +25,8 @@ class Severity(StrEnum):
         return {"unfit": cls.ERROR, "doubtful": cls.WARNING}.get(str(value))
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, extra="forbid", frozen=True):
     """One finding: a broken pairing rule, or something that a check measured."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # such as "hidden-size": stable, for scripts and for the documentation
     severity: Severity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from leadout.check.report import (
+    TRIED_HEADINGS,
     acceptance_rows,
     best_tried,
     describe_lossless,
@@ -10,6 +11,7 @@ from leadout.check.report import (
     range_text,
     sentence,
     served_label,
+    tried_rows,
 )
 from leadout.check.result import CheckResult, OfflineAcceptance, ServedAcceptance, Verdict
 from leadout.findings import Severity, worst_first
@@ -197,24 +199,12 @@ def _tried(result: CheckResult) -> html.Section | None:
         "of the line is better than the drafter as it is."
     )
     points = [_point(each.cause, each.difference) for each in best]
-    rows = [
-        [
-            each.cause,
-            each.edit,
-            f"{each.before:.3f}",
-            f"{each.after:.3f}",
-            f"{each.difference.value:+.3f}",
-            range_text(each.difference),
-        ]
-        for each in best
-    ]
-    heads = ["cause", "change", "before", "after", "difference", "95% interval"]
     return html.Section(
         "Changes tried",
         [
             html.Text(explained, soft=True),
             html.Drawing(charts.intervals(points, "gain of each change")),
-            html.Table(heads, rows, text_columns=2),
+            html.Table(TRIED_HEADINGS, tried_rows(result, digits=3), text_columns=2),
         ],
     )
 

@@ -20,6 +20,7 @@ from leadout.models import last_part
 from leadout.stats import Interval
 
 MAX_TRIED = 8
+TRIED_HEADINGS = ["cause", "change", "before", "after", "difference", "95% interval"]
 _OPENINGS = {Verdict.UNFIT: "Do not deploy this pair", Verdict.UNDECIDED: "Look into this first"}
 _VERDICT_STYLES = {
     Verdict.FIT: "bold green",
@@ -101,6 +102,21 @@ def served_label(served: ServedAcceptance) -> str:
 
 def best_tried(result: CheckResult) -> list[Tried]:
     return sorted(result.tried, key=lambda each: -each.after)[:MAX_TRIED]
+
+
+def tried_rows(result: CheckResult, digits: int) -> list[list[str]]:
+    """The best changes as cells under `TRIED_HEADINGS`."""
+    return [
+        [
+            each.cause,
+            each.edit,
+            f"{each.before:.{digits}f}",
+            f"{each.after:.{digits}f}",
+            f"{each.difference.value:+.{digits}f}",
+            range_text(each.difference),
+        ]
+        for each in best_tried(result)
+    ]
 
 
 def describe_parity(parity: Parity) -> str:
@@ -187,20 +203,6 @@ def _acceptance_table(result: CheckResult) -> Table:
 
 
 def _tried_table(result: CheckResult) -> Table:
-    best = best_tried(result)
-    return table(
-        f"Changes tried on the drafter, the best {len(best)} of {len(result.tried)}",
-        ("cause", "change", "before", "after", "difference", "95% interval"),
-        (
-            (
-                tried.cause,
-                tried.edit,
-                f"{tried.before:.2f}",
-                f"{tried.after:.2f}",
-                f"{tried.difference.value:+.2f}",
-                range_text(tried.difference),
-            )
-            for tried in best
-        ),
-        left=2,
-    )
+    rows = tried_rows(result, digits=2)
+    title = f"Changes tried on the drafter, the best {len(rows)} of {len(result.tried)}"
+    return table(title, TRIED_HEADINGS, rows, left=2)

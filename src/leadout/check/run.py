@@ -6,7 +6,7 @@ vLLM is started twice, each time in a process of its own: with the drafter and w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain, islice, zip_longest
@@ -51,8 +51,7 @@ from leadout.models import local_folder
 from leadout.pairing import read_target
 from leadout.version import installed_versions
 
-Prompts = Mapping[str, Sequence[Sequence[int]]]  # token ids by set
-Answers = dict[str, list[list[int]]]  # to every prompt of every set
+TokensBySet = dict[str, list[list[int]]]  # token ids of prompts, or of the answers to them
 
 GREEDY, SAMPLED = 0.0, 1.0
 MAX_TOKENS = 96  # of an answer
@@ -209,7 +208,7 @@ def _measured(
     )
 
 
-def _texts(prompts: Prompts, answers: Answers) -> dict[str, list[Text]]:
+def _texts(prompts: TokensBySet, answers: TokensBySet) -> dict[str, list[Text]]:
     return {
         name: [Text(name, *pair) for pair in zip(part, answers[name], strict=True)]
         for name, part in prompts.items()
@@ -248,8 +247,8 @@ def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> lis
 
 @dataclass(frozen=True, slots=True)
 class EngineRuns:
-    bare: Answers  # greedy, without the drafter
-    speculative: Answers  # greedy, with it
+    bare: TokensBySet  # greedy, without the drafter
+    speculative: TokensBySet  # greedy, with it
     served: list[ServedAcceptance]  # greedy, then sampled
     recorded: list[RecordedText]
 
@@ -257,13 +256,13 @@ class EngineRuns:
 def run_engines(
     target: Path,
     drafter: Path,
-    prompts: Prompts,
+    prompts: TokensBySet,
     *,
     max_tokens: int,
     draft_tokens: int,
     max_length: int,
     dtype: torch.dtype,
-    bare_only: Prompts | None = None,
+    bare_only: TokensBySet | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> EngineRuns:
     """Answer the prompts with and without the drafter; `report` is called after each part.
@@ -274,7 +273,7 @@ def run_engines(
         path = Path(folder) / "drafts.safetensors"
         alone = SessionRequest(
             target=str(target),
-            prompts=_lists(prompts),
+            prompts=prompts,
             max_tokens=max_tokens,
             max_length=max_length,
             dtype=str(dtype).removeprefix("torch."),
@@ -291,7 +290,7 @@ def run_engines(
         )
         speculative = run_session(together, lambda done: report(f"with drafter: {done}"))
         recorded = read_texts(path)
-    alone = alone.model_copy(update={"prompts": _lists({**prompts, **(bare_only or {})})})
+    alone = alone.model_copy(update={"prompts": prompts | (bare_only or {})})
     bare = run_session(alone, lambda done: report(f"without drafter: {done}"))
     return EngineRuns(
         bare=_greedy_answers(bare.runs),
@@ -301,18 +300,13 @@ def run_engines(
     )
 
 
-def _lists(prompts: Prompts) -> Answers:
-    return {name: [list(each) for each in part] for name, part in prompts.items()}
-
-
-def _some_of_each(prompts: Prompts) -> list[list[int]]:
+def _some_of_each(prompts: TokensBySet) -> list[list[int]]:
     """The first prompt of every set, then the second, up to `RECORDED_PROMPTS`."""
     by_turns = chain.from_iterable(zip_longest(*prompts.values()))
-    found = (list(prompt) for prompt in by_turns if prompt is not None)
-    return list(islice(found, RECORDED_PROMPTS))
+    return list(islice((prompt for prompt in by_turns if prompt is not None), RECORDED_PROMPTS))
 
 
-def _greedy_answers(runs: Sequence[SetRun]) -> Answers:
+def _greedy_answers(runs: Sequence[SetRun]) -> TokensBySet:
     return {run.prompt_set: run.answers for run in runs if run.temperature == GREEDY}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from leadout.check.tokenizer import (
     TokenFiles,
@@ -159,10 +159,8 @@ def _position_findings(of_drafter: int, of_target: int | None) -> list[Finding]:
     return [note("positions", message, remedy, drafter=of_drafter, target=of_target)]
 
 
-class TrainedConfig(BaseModel):
+class TrainedConfig(BaseModel, extra="ignore", frozen=True):
     """The training settings that the drafter's config.json repeats."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     layers: int | None = None
     block_size: int | None = None
@@ -170,10 +168,8 @@ class TrainedConfig(BaseModel):
     mask_token_id: int | None = None
 
 
-class TrainingRecord(BaseModel):
+class TrainingRecord(BaseModel, extra="ignore", frozen=True):
     """The fields of training.json that a check needs; other versions may write more."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     target: str
     target_fingerprint: str | None = None
@@ -196,12 +192,25 @@ def record_findings(
         remedy = "Remove the file if it belongs to something else."
         return [note("record-unreadable", message, remedy)]
     template = None if tokens is None else tokens.template
-    return [
-        *_changed_drafter(record, checkpoint),
-        *_other_target(record, target),
-        *_other_template(record, template),
-        *_other_thinking(record, template, thinking),
-    ]
+    findings = _changed_drafter(record, checkpoint)
+    then = record.target_fingerprint
+    if then is not None and has_weights(target) and (now := fingerprint(target)) != then:
+        message = (
+            f"the target's fingerprint is {now[:12]}, but the drafter was trained for "
+            f"{record.target} with {then[:12]}: this is another model, or it was fine-tuned, "
+            "merged or quantised since"
+        )
+        remedy = "Serve the target of the training, or continue training for this one."
+        findings.append(warning("other-target", message, remedy, found=now, wanted=then))
+    then, now = record.template_hash, hashlib.sha256((template or "").encode()).hexdigest()
+    if then is not None and template is not None and now != then:
+        message = (
+            f"the chat template's hash is {now[:12]}, but the drafter's training text was made "
+            f"with a template of hash {then[:12]}"
+        )
+        remedy = "Serve with the template of the training, or train the drafter with this one."
+        findings.append(warning("other-template", message, remedy, found=now, wanted=then))
+    return findings + _other_thinking(record, template, thinking)
 
 
 def _changed_drafter(record: TrainingRecord, checkpoint: Checkpoint) -> list[Finding]:
@@ -222,36 +231,6 @@ def _changed_drafter(record: TrainingRecord, checkpoint: Checkpoint) -> list[Fin
     message = f"{', '.join(changed.values())} in training, according to {RECORD}"
     remedy = "Restore the values of the training in the drafter's config.json."
     return [warning("not-as-trained", message, remedy, fields=", ".join(changed))]
-
-
-def _other_target(record: TrainingRecord, target: Path) -> list[Finding]:
-    then = record.target_fingerprint
-    if then is None or not has_weights(target):
-        return []
-    now = fingerprint(target)
-    if now == then:
-        return []
-    message = (
-        f"the target's fingerprint is {now[:12]}, but the drafter was trained for {record.target} "
-        f"with {then[:12]}: this is another model, or it was fine-tuned, merged or quantised since"
-    )
-    remedy = "Serve the target of the training, or continue training for this one."
-    return [warning("other-target", message, remedy, found=now, wanted=then)]
-
-
-def _other_template(record: TrainingRecord, template: str | None) -> list[Finding]:
-    then = record.template_hash
-    if then is None or template is None:
-        return []
-    now = hashlib.sha256(template.encode()).hexdigest()
-    if now == then:
-        return []
-    message = (
-        f"the chat template's hash is {now[:12]}, but the drafter's training text was made with a "
-        f"template of hash {then[:12]}"
-    )
-    remedy = "Serve with the template of the training, or train the drafter with this one."
-    return [warning("other-template", message, remedy, found=now, wanted=then)]
 
 
 def _other_thinking(

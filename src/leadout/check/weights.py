@@ -129,7 +129,11 @@ def drafter_weight_findings(checkpoint: Checkpoint) -> list[Finding]:
     except CheckpointError as problem:
         message = str(problem).removesuffix(f". {problem.remedy}")
         return [error("drafter-unreadable", message, problem.remedy)]
-    return [*_broken(broken), *_dead(dead), *_quantised(coarse, matrices)]
+    return [
+        *([_broken(broken)] if broken else []),
+        *([_dead(dead)] if dead else []),
+        *([_quantised(coarse, matrices)] if coarse else []),
+    ]
 
 
 def constant_of(tensor: Tensor) -> float | None:
@@ -165,50 +169,40 @@ def _require_vocabulary(checkpoint: Checkpoint, draft_to_target: Tensor) -> None
     )
 
 
-def _broken(found: dict[str, int]) -> list[Finding]:
-    if not found:
-        return []
+def _broken(found: dict[str, int]) -> Finding:
     values = sum(found.values())
     message = f"{values} values are NaN or infinite in {_names(found)}"
     remedy = "Download the checkpoint again, or train it again."
-    return [error("weights-not-finite", message, remedy, values=values, tensors=len(found))]
+    return error("weights-not-finite", message, remedy, values=values, tensors=len(found))
 
 
-def _dead(found: dict[str, float]) -> list[Finding]:
-    if not found:
-        return []
+def _dead(found: dict[str, float]) -> Finding:
     values = sorted(set(found.values()))
-    return [
-        finding(
-            Severity.ERROR if VITAL & found.keys() else Severity.WARNING,
-            "weights-dead",
-            f"all values are {values[0]:g} in {_names(found)}: these weights are not trained, and "
-            "nothing passes through them",
-            "The training or the export of this drafter failed; use another one.",
-            tensors=len(found),
-            values=values,
-        )
-    ]
+    return finding(
+        Severity.ERROR if VITAL & found.keys() else Severity.WARNING,
+        "weights-dead",
+        f"all values are {values[0]:g} in {_names(found)}: these weights are not trained, and "
+        "nothing passes through them",
+        "The training or the export of this drafter failed; use another one.",
+        tensors=len(found),
+        values=values,
+    )
 
 
-def _quantised(found: dict[str, Coarse], matrices: int) -> list[Finding]:
-    if not found:
-        return []
+def _quantised(found: dict[str, Coarse], matrices: int) -> Finding:
     first = next(iter(found.values()))
-    return [
-        warning(
-            "weights-quantised",
-            f"{len(found)} of {matrices} matrices ({_names(found)}) have at most {first.distinct} "
-            f"distinct values in groups of {first.group} {first.along}: they were quantised and "
-            "then stored as ordinary numbers, with the rounding error",
-            "Use the weights as trained: drafts of rounded weights are rejected more often.",
-            matrices=len(found),
-            of=matrices,
-            group=first.group,
-            along=first.along,
-            distinct=max(each.distinct for each in found.values()),
-        )
-    ]
+    return warning(
+        "weights-quantised",
+        f"{len(found)} of {matrices} matrices ({_names(found)}) have at most {first.distinct} "
+        f"distinct values in groups of {first.group} {first.along}: they were quantised and then "
+        "stored as ordinary numbers, with the rounding error",
+        "Use the weights as trained: drafts of rounded weights are rejected more often.",
+        matrices=len(found),
+        of=matrices,
+        group=first.group,
+        along=first.along,
+        distinct=max(each.distinct for each in found.values()),
+    )
 
 
 def _names(found: Iterable[str]) -> str:

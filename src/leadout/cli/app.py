@@ -6,7 +6,6 @@ run, 3 undecided, 130 interrupted (see `leadout.errors`).
 
 import os
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -47,35 +46,31 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="leadout",
     cls=Commands,
-    help="DFlash speculative decoding on vLLM: from training a drafter to keeping it fast.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def _add(command: Callable[..., None], settings: str | None = None, **extra: bool) -> None:
-    """Register a command; `settings` is its settings model as module:class."""
-    kind = PanelCommand if settings is None else settings_command(f"leadout.{settings}")
-    app.command(cls=kind, context_settings=dict(extra))(command)
-
-
-_add(
-    commands.serve,
-    "engine.serve_settings:ServeSettings",
-    allow_extra_args=True,
-    ignore_unknown_options=True,
-)
-_add(commands.tune, "tune.settings:TuneSettings")
-_add(commands.check, "check.settings:CheckSettings")
-_add(commands.bench, "bench.settings:BenchSettings", allow_extra_args=True)
-_add(commands.data, "data.settings:DataSettings")
-_add(commands.inspect)
-_add(commands.convert)
-_add(commands.train, "train.config:TrainConfig")
-_add(commands.learn, "learn.config:LearnConfig")
-_add(commands.env)
+# In the order of the help, with the settings model of the commands whose flags come from one.
+_SETTINGS = {
+    "serve": "leadout.engine.serve_settings:ServeSettings",
+    "tune": "leadout.tune.settings:TuneSettings",
+    "check": "leadout.check.settings:CheckSettings",
+    "bench": "leadout.bench.settings:BenchSettings",
+    "data": "leadout.data.settings:DataSettings",
+    "inspect": None,
+    "convert": None,
+    "train": "leadout.train.config:TrainConfig",
+    "learn": "leadout.learn.config:LearnConfig",
+    "env": None,
+}
+_PASS_ON = {  # flags for vLLM
+    "serve": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "bench": {"allow_extra_args": True},
+}
+for _name, _model in _SETTINGS.items():
+    _kind = PanelCommand if _model is None else settings_command(_model)
+    app.command(_name, cls=_kind, context_settings=_PASS_ON.get(_name))(getattr(commands, _name))
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,8 +17,6 @@ from leadout.errors import NEGATIVE, SUCCESS, UNDECIDED
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from leadout.checkpoints import Checkpoint
-
 Drafter = Annotated[
     Path, typer.Argument(help="Folder of a drafter in z-lab or speculators format.")
 ]
@@ -325,14 +323,31 @@ def convert(
     """Rewrite a drafter so that vLLM serves it as trained; the weights stay bit-identical."""
     from leadout import checkpoints
     from leadout.files import require_writable
+    from leadout.settings import SettingsError
 
     require_writable("DESTINATION", destination)
-    covered = None
+    covered: float | None = None
     if draft_vocab is None:
         written = checkpoints.convert(source, destination, to, target)
+    elif to != "speculators":
+        raise SettingsError(
+            f"--draft-vocab requires --to speculators: the {to} format has no draft vocabulary."
+        )
+    elif target is None or frequent_in is None:
+        missing = "--target" if target is None else "--frequent-in"
+        raise SettingsError(
+            f"--draft-vocab requires {missing}: the rows come from the target's head, their choice "
+            "from its answers."
+        )
     else:
-        written, covered = _with_draft_vocab(
-            source, destination, to, target, draft_vocab, frequent_in
+        from leadout.data.manifest import DataFolder
+        from leadout.models import local_folder
+        from leadout.train.draft_vocab import reduce_draft_vocab
+
+        samples = DataFolder(frequent_in).samples()
+        answers = (samples[index].response for index in range(len(samples)))
+        written, covered = reduce_draft_vocab(
+            source, destination, local_folder(target), answers, draft_vocab
         )
     typer.echo(f"wrote {written.path} ({written.format})")
     if covered is not None:
@@ -341,34 +356,6 @@ def convert(
         typer.echo(f"note: {note}")
     pair = target or written.target_name or "TARGET"
     typer.echo(f"next: leadout check {pair} {written.path}", err=True)
-
-
-def _with_draft_vocab(
-    source: Path,
-    destination: Path,
-    to: str,
-    target: str | None,
-    draft_vocab: int,
-    frequent_in: Path | None,
-) -> "tuple[Checkpoint, float]":
-    from leadout.data.manifest import DataFolder
-    from leadout.models import local_folder
-    from leadout.settings import SettingsError
-    from leadout.train.draft_vocab import reduce_draft_vocab
-
-    if to != "speculators":
-        raise SettingsError(
-            f"--draft-vocab requires --to speculators: the {to} format has no draft vocabulary."
-        )
-    if target is None or frequent_in is None:
-        missing = "--target" if target is None else "--frequent-in"
-        raise SettingsError(
-            f"--draft-vocab requires {missing}: the rows come from the target's head, their choice "
-            "from its answers."
-        )
-    samples = DataFolder(frequent_in).samples()
-    answers = (samples[index].response for index in range(len(samples)))
-    return reduce_draft_vocab(source, destination, local_folder(target), answers, draft_vocab)
 
 
 def env(as_json: OneObject = False) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from leadout.checkpoints import load_drafter, read_checkpoint
@@ -127,10 +127,8 @@ def _leading_matches(hidden: Tensor, labels: Tensor, head: Tensor) -> Tensor:
     return (drafts.view_as(labels) == labels).long().cumprod(-1).sum(-1)
 
 
-class Acceptance(BaseModel):
+class Acceptance(BaseModel, extra="forbid", frozen=True):
     """Acceptance over some answers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     acceptance_length: float  # along decoding: what the engine will show
     by_position: list[float]  # share of decoding steps that accept draft k
@@ -139,10 +137,8 @@ class Acceptance(BaseModel):
     positions: int
 
 
-class Validation(BaseModel):
+class Validation(BaseModel, extra="forbid", frozen=True):
     """Acceptance over held-out answers, in total and by source."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     overall: Acceptance
     by_source: dict[str, Acceptance]
@@ -221,10 +217,8 @@ def served_draft_tokens(drafter: Path) -> int:
     return checkpoint.draft_tokens or checkpoint.config.max_draft_tokens
 
 
-class AcceptanceTable(BaseModel):
+class AcceptanceTable(BaseModel, extra="forbid", frozen=True):
     """Acceptance length of some texts, in total and by draft position."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     texts: int
     steps: int
@@ -249,10 +243,8 @@ def tabulate(texts: Sequence[TextAcceptance], draft_tokens: int) -> AcceptanceTa
     )
 
 
-class Gain(BaseModel):
+class Gain(BaseModel, extra="forbid", frozen=True):
     """The difference in acceptance between two drafters at the same positions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     before: float  # accepted drafts and the target's token, mean over positions
     after: float

@@ -127,7 +127,8 @@ def draw_anchors(
     number of ranks and after an interruption.
     """
     possible = possible_anchors(prompt_length, length)
-    generator = torch.Generator().manual_seed(_seed_of(seed, step, name))
+    digest = hashlib.sha256(f"{seed} {step} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     chosen = torch.randperm(len(possible), generator=generator)[:count]
     return possible[chosen.sort().values]
 
@@ -152,11 +153,6 @@ def make_blocks(
     labels = tokens.gather(1, places).view_as(slots)
     known = supervised.gather(1, places).view_as(slots) & inside & kept[:, :, None]
     return Blocks(padded, labels, known.long().cumprod(dim=-1).bool())
-
-
-def _seed_of(seed: int, step: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed} {step} {name}".encode()).digest()
-    return int.from_bytes(digest[:7])
 
 
 def block_masks(
@@ -191,13 +187,8 @@ def attend_in_blocks(
     in_blocks = grouped.view(rows, groups, heads // groups, -1, block, width)
     own_keys = own.keys.view(rows, groups, 1, -1, block, width)
     to_own = in_blocks @ own_keys.transpose(-2, -1)  # [rows, groups, n, blocks, B, B]
-    scores = torch.cat(
-        [
-            to_context.view(rows, heads, count, length),
-            to_own.view(rows, heads, count, block),
-        ],
-        dim=-1,
-    )
+    parts = [to_context.view(rows, heads, count, length), to_own.view(rows, heads, count, block)]
+    scores = torch.cat(parts, dim=-1)
     weights = torch.softmax(scores.float().masked_fill(~mask, -torch.inf), dim=-1)
     weights = weights.to(queries.dtype)
     on_context, on_own = torch.split(weights, [length, block], dim=-1)
