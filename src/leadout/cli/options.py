@@ -173,15 +173,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 
 
-class MissingDependencyError(LeadoutError):
-    """Something that a command needs is not installed."""
-
-
 def require(command: str) -> None:
     """Stop with the remedy where a command's needs are not met; warn of known problems."""
     state = usability(NEEDS[command])
     if not state.usable:
-        raise MissingDependencyError(f"leadout {command} cannot run here: {state.remedy}")
+        raise LeadoutError(f"leadout {command} cannot run here: {state.remedy}")
     if ENGINE in NEEDS[command]:  # before the engine's own message, which names no remedy
         for problem in known_problems():
             typer.echo(f"leadout: warning: {problem}", err=True)
