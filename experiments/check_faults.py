@@ -26,12 +26,14 @@ from torch import Tensor
 
 from leadout.check.diagnosis import (
     Diagnosis,
+    Probe,
+    Text,
     as_served,
     diagnose,
+    drafter_of,
     served_weights,
     write_repaired,
 )
-from leadout.check.probe import Probe, Text, drafter_of
 from leadout.check.run import mask_candidates
 from leadout.check.static import static_findings
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint

@@ -18,7 +18,7 @@ from rich.progress import track
 
 import common  # noqa: F401 - sets the environment
 from leadout.console import Progress
-from leadout.evaluate.compare import acceptance_by_drafter
+from leadout.evaluate.acceptance import acceptance_by_drafter
 from leadout.learn.config import CycleSettings
 from leadout.learn.gate import Trial, check_lossless, compare, decide, evaluate
 from leadout.provenance import Provenance

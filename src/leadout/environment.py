@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.console import Console
 
 from leadout.console import facts_table, table
@@ -29,18 +29,14 @@ class Need:
         return util.find_spec(self.module) is not None
 
 
-class Usability(BaseModel):
+class Usability(BaseModel, extra="forbid"):
     """Whether a command can run here, and what to install if not."""
-
-    model_config = ConfigDict(extra="forbid")
 
     usable: bool
     remedy: str | None = None
 
 
-class Hardware(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Hardware(BaseModel, extra="forbid"):
     system: str
     machine: str
     cores: int
@@ -48,9 +44,7 @@ class Hardware(BaseModel):
     accelerators: list[str]
 
 
-class EnvironmentReport(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class EnvironmentReport(BaseModel, extra="forbid"):
     leadout: str
     python: str
     libraries: dict[str, str | None]
@@ -62,36 +56,33 @@ class EnvironmentReport(BaseModel):
 
 def collect(needs: Mapping[str, tuple[Need, ...]]) -> EnvironmentReport:
     engine = probe_engine()
+    hardware = Hardware(
+        system=platform.system(),
+        machine=platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        accelerators=_accelerators(),
+    )
     return EnvironmentReport(
         leadout=__version__,
         python=platform.python_version(),
         libraries={name: installed_version(name) for name in LIBRARIES},
         engine=engine,
-        hardware=_hardware(),
-        commands={
-            command: _with_engine(usability(required), required, engine)
-            for command, required in needs.items()
-        },
+        hardware=hardware,
+        commands={command: usability(required, engine) for command, required in needs.items()},
         warnings=known_problems(),
     )
 
 
-def usability(needs: tuple[Need, ...]) -> Usability:
-    unmet = [need.remedy for need in needs if not need.is_met()]
-    return Usability(usable=not unmet, remedy="; ".join(unmet) or None)
-
-
-def _with_engine(found: Usability, needs: tuple[Need, ...], engine: EngineFacts) -> Usability:
-    """The same, also considering whether the installed engine works and is supported."""
-    if not found.usable or all(need.module != "vllm" for need in needs):
-        return found
-    if engine.error is not None:
-        return Usability(
-            usable=False, remedy="the engine does not work; see engine and warnings above"
-        )
-    if not engine.supported:
-        return Usability(usable=False, remedy=f"install vLLM {SUPPORTED}")
-    return found
+def usability(needs: tuple[Need, ...], engine: EngineFacts | None = None) -> Usability:
+    """Whether all needs are installed and, given `engine`, whether it works and is supported."""
+    remedy = "; ".join(need.remedy for need in needs if not need.is_met()) or None
+    if remedy is None and engine is not None and any(need.module == "vllm" for need in needs):
+        if engine.error is not None:
+            remedy = "the engine does not work; see engine and warnings above"
+        elif not engine.supported:
+            remedy = f"install vLLM {SUPPORTED}"
+    return Usability(usable=remedy is None, remedy=remedy)
 
 
 def render(report: EnvironmentReport) -> None:
@@ -115,23 +106,12 @@ def render(report: EnvironmentReport) -> None:
         console.print(f"[yellow]warning:[/yellow] {warning}")
 
 
-def _hardware() -> Hardware:
-    return Hardware(
-        system=platform.system(),
-        machine=platform.machine(),
-        cores=len(os.sched_getaffinity(0)),
-        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
-        accelerators=_accelerators(),
-    )
-
-
 def _accelerators() -> list[str]:
     import torch
 
-    if torch.cuda.is_available():
-        return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if torch.xpu.is_available():
-        return [torch.xpu.get_device_name(i) for i in range(torch.xpu.device_count())]
+    for kind in (torch.cuda, torch.xpu):
+        if kind.is_available():
+            return [kind.get_device_name(i) for i in range(kind.device_count())]
     return []
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
-Evidence = dict[str, float | int | str | list[float] | list[int]]
+EvidenceValue = float | int | str | list[float] | list[int]
 
 
 class Severity(StrEnum):
@@ -24,15 +25,13 @@ class Severity(StrEnum):
         return {"unfit": cls.ERROR, "doubtful": cls.WARNING}.get(str(value))
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, extra="forbid", frozen=True):
     """One finding: a broken pairing rule, or something that a check measured."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # such as "hidden-size": stable, for scripts and for the documentation
     severity: Severity
     message: str
-    evidence: Evidence = {}
+    evidence: dict[str, EvidenceValue] = {}
     remedy: str
 
     @model_validator(mode="before")
@@ -45,6 +44,17 @@ class Finding(BaseModel):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.message}. {self.remedy}"
+
+
+def finding(
+    severity: Severity, name: str, message: str, remedy: str, /, **evidence: EvidenceValue
+) -> Finding:
+    return Finding(name=name, severity=severity, message=message, evidence=evidence, remedy=remedy)
+
+
+error = partial(finding, Severity.ERROR)
+warning = partial(finding, Severity.WARNING)
+note = partial(finding, Severity.NOTE)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

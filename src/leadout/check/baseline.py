@@ -9,7 +9,7 @@ are several comparisons at once, so for them the two intervals must not overlap,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from leadout.check.diagnosis import LARGE_GAIN, MIN_GAIN
 from leadout.check.result import CheckError, CheckResult, OfflineAcceptance
 from leadout.files import read_text
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, Severity, finding, note
 from leadout.models import same_model
 from leadout.stats import Interval
 
@@ -54,14 +54,8 @@ def baseline_findings(result: CheckResult, baseline: CheckResult) -> list[Findin
     require_same_pair(baseline, result.target, result.drafter)
     new, old = result.offline, baseline.offline
     if new is None or old is None:
-        return [
-            Finding(
-                name="not-compared",
-                severity=Severity.NOTE,
-                message="acceptance was not measured, so it was not compared with the baseline",
-                remedy="First follow the remedies of the other findings.",
-            )
-        ]
+        message = "acceptance was not measured, so it was not compared with the baseline"
+        return [note("not-compared", message, "First follow the remedies of the other findings.")]
     if baseline.draft_tokens != result.draft_tokens:
         raise CheckError(
             f"--baseline was measured with {baseline.draft_tokens} draft tokens, this check with "
@@ -69,29 +63,21 @@ def baseline_findings(result: CheckResult, baseline: CheckResult) -> list[Findin
             f"--draft-tokens {baseline.draft_tokens}."
         )
     changes = version_changes(baseline.versions, result.versions)
-    findings = _drops(new, old, changes)
-    differing = _differing_sets(new, old)
+    # Sets of one side only or of another number of texts; results hold no more to compare.
+    names = sorted({*new.by_set, *old.by_set})
+    differing = [name for name in names if _texts(new, name) != _texts(old, name)]
+    findings = _drops(new, old, differing, changes)
     if differing:
-        findings.append(
-            Finding(
-                name="other-prompts",
-                severity=Severity.NOTE,
-                message=(
-                    f"the prompts differ from those of the baseline ({', '.join(differing)}): only "
-                    "equal sets are compared"
-                ),
-                remedy="Give the same --prompts and --texts as for the baseline.",
-            )
+        message = (
+            f"the prompts differ from those of the baseline ({', '.join(differing)}): only equal "
+            "sets are compared"
         )
+        remedy = "Give the same --prompts and --texts as for the baseline."
+        findings.append(note("other-prompts", message, remedy))
     if changes:
-        findings.append(
-            Finding(
-                name="versions-since-baseline",
-                severity=Severity.NOTE,
-                message=f"changed since the baseline of {baseline.date or 'then'}: {changes}",
-                remedy="Nothing to do, unless acceptance has dropped.",
-            )
-        )
+        message = f"changed since the baseline of {baseline.date or 'then'}: {changes}"
+        remedy = "Nothing to do, unless acceptance has dropped."
+        findings.append(note("versions-since-baseline", message, remedy))
     return findings
 
 
@@ -110,15 +96,16 @@ def has_dropped(new: Interval, old: Interval) -> bool:
     return old.value - new.value > margin
 
 
-def _drops(new: OfflineAcceptance, old: OfflineAcceptance, changes: str) -> list[Finding]:
+def _drops(
+    new: OfflineAcceptance, old: OfflineAcceptance, differing: Sequence[str], changes: str
+) -> list[Finding]:
     found: dict[str, tuple[Interval, Interval]] = {}
-    if not _differing_sets(new, old) and has_dropped(new.overall.length, old.overall.length):
+    if not differing and has_dropped(new.overall.length, old.overall.length):
         found["all texts"] = (new.overall.length, old.overall.length)
-    for name in new.by_set:
-        if _texts(new, name) == _texts(old, name):
-            now, then = new.by_set[name].length, old.by_set[name].length
-            if now.high < then.low:
-                found[name] = (now, then)
+    for name in (name for name in new.by_set if name not in differing):
+        now, then = new.by_set[name].length, old.by_set[name].length
+        if now.high < then.low:
+            found[name] = (now, then)
     return [
         _drop(name, now, then, changes)
         for name, (now, then) in found.items()
@@ -129,30 +116,20 @@ def _drops(new: OfflineAcceptance, old: OfflineAcceptance, changes: str) -> list
 def _drop(name: str, now: Interval, then: Interval, changes: str) -> Finding:
     cause = f"changed since: {changes}" if changes else "no version has changed since"
     large = then.value / now.value - 1 >= LARGE_GAIN
-    return Finding(
-        name="dropped-since-baseline",
-        severity=Severity.ERROR if large else Severity.WARNING,
-        message=(
-            f"acceptance on {name} dropped from {then:.3f} to {now:.3f} "
-            f"({now.value / then.value - 1:+.1%}); {cause}"
-        ),
-        evidence={
-            "texts": name,
-            "before": then.value,
-            "before_low": then.low,
-            "before_high": then.high,
-            "after": now.value,
-            "after_low": now.low,
-            "after_high": now.high,
-        },
-        remedy="Return to the versions served then, or continue training the drafter.",
+    return finding(
+        Severity.ERROR if large else Severity.WARNING,
+        "dropped-since-baseline",
+        f"acceptance on {name} dropped from {then:.3f} to {now:.3f} "
+        f"({now.value / then.value - 1:+.1%}); {cause}",
+        "Return to the versions served then, or continue training the drafter.",
+        texts=name,
+        before=then.value,
+        before_low=then.low,
+        before_high=then.high,
+        after=now.value,
+        after_low=now.low,
+        after_high=now.high,
     )
-
-
-def _differing_sets(new: OfflineAcceptance, old: OfflineAcceptance) -> list[str]:
-    """Sets of one side only or of another number of texts; results hold no more to compare."""
-    names = sorted({*new.by_set, *old.by_set})
-    return [name for name in names if _texts(new, name) != _texts(old, name)]
 
 
 def _texts(side: OfflineAcceptance, name: str) -> int | None:

@@ -8,7 +8,7 @@ finding, with the exact edit as its remedy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,16 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.hypotheses import TargetInfo, Variant, variants_of
-from leadout.check.probe import FINALISTS, Probe, Text, Trial, drafter_of, try_variants
 from leadout.check.result import CheckError, OfflineAcceptance, Tried
 from leadout.checkpoints import Checkpoint, load_weights, read_checkpoint, write_checkpoint
 from leadout.checkpoints.store import refuse_existing
 from leadout.console import Progress
 from leadout.data.chat import Chat, TemplateError
 from leadout.dflash.config import DrafterConfig
-from leadout.evaluate.acceptance import AcceptanceTable, TextAcceptance, tabulate
+from leadout.dflash.drafter import Drafter
+from leadout.evaluate.acceptance import (
+    AcceptanceTable,
+    Gain,
+    TextAcceptance,
+    accepted_drafts,
+    along_decoding,
+    paired_gain,
+    tabulate,
+)
+from leadout.evaluate.blocks import BlockForward, TrainingSequence
+from leadout.evaluate.hidden_states import Indexed, SharedStates
 from leadout.evaluate.prompts import prompts_or_default
-from leadout.findings import Finding, Severity
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
+from leadout.findings import Finding, Severity, error, finding, warning
 from leadout.pairing import TargetFacts
 
 # Smaller gains are not worth an edit, significant or not.
@@ -37,9 +48,133 @@ MIN_ACCEPTANCE = 1.15
 
 CONTEXT_EDGES = (0, 128, 256, 512, 1024, 2048, 4096)
 
+SCREEN_EVERY = 3  # every third text is used to screen all variants
+FINALISTS = 6  # variants that are tried on all texts
+# Acceptance at neighbouring positions is correlated: every second position carries about as much
+# information as all of them.
+POSITION_STRIDE = 2
+
 PLAIN = "without the chat template"
 THINKING = {True: "with thinking", False: "without thinking"}
 PROMPTS_PER_MODE = 9  # over all sets
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and the target's own greedy continuation."""
+
+    prompt_set: str
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+class Probe:
+    """Texts with the target's states at every layer that a drafter may tap.
+
+    `model` is the target in transformers, in this precision.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        model: nn.Module,
+        texts: Sequence[Text],
+        layer_ids: Iterable[int],
+        precision: torch.dtype,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._texts = texts
+        self._weights = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
+        self.states = SharedStates(model, layer_ids, keep_all=True)
+        self.sequences: list[Indexed] = []
+        for number, text in enumerate(texts):
+            tokens = torch.tensor([*text.prompt, *text.answer])
+            sequence = TrainingSequence(str(number), text.prompt_set, tokens, len(text.prompt))
+            self.sequences.append((number, sequence))
+            self.states.observe((number, sequence))
+            report()
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest text in tokens."""
+        return max(len(sequence) for _, sequence in self.sequences)
+
+    def acceptance(self, drafter: Drafter) -> list[TextAcceptance]:
+        """The drafter's acceptance along every text."""
+        return [
+            TextAcceptance(text.prompt_set, len(text.prompt), counts, along_decoding(counts))
+            for text, counts in zip(self._texts, self.counts(drafter), strict=True)
+        ]
+
+    def counts(
+        self,
+        drafter: Drafter,
+        *,
+        normed_last_tap: bool = False,
+        text_stride: int = 1,
+        position_stride: int = 1,
+    ) -> list[Tensor]:
+        """Accepted drafts [positions] of each text; a stride skips texts or positions."""
+        taps = drafter.config.target_layer_ids
+        found = accepted_drafts(
+            BlockForward(drafter, self._weights.embedding),
+            self._weights,
+            self.states.tapped_at(taps, normed_last_tap=normed_last_tap),
+            self.sequences[::text_stride],
+            drafter.config.block_size,
+            position_stride,
+        )
+        return [each.counts for each in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The gain of a variant over the drafter as it is."""
+
+    variant: Variant
+    gain: Gain
+    texts: int  # that it was measured on
+
+
+def try_variants(
+    probe: Probe,
+    weights: Mapping[str, Tensor],
+    before: Sequence[TextAcceptance],
+    variants: Sequence[Variant],
+    report: Callable[[], None] = lambda: None,
+) -> list[Trial]:
+    """Try every variant on the same positions as the drafter as it is; the best comes first.
+
+    All variants are screened on some of the texts, and the best of them are tried on all texts.
+    """
+
+    def trial(variant: Variant, stride: int) -> Trial:
+        changed = dict(weights) if variant.weights is None else variant.weights(weights)
+        after = probe.counts(
+            drafter_of(variant.config, changed),
+            normed_last_tap=variant.normed_last_tap,
+            text_stride=stride,
+            position_stride=POSITION_STRIDE,
+        )
+        now = [each.at_positions[::POSITION_STRIDE] for each in before[::stride]]
+        report()
+        return Trial(variant, paired_gain(now, after), len(after))
+
+    screened = _best_first(trial(variant, SCREEN_EVERY) for variant in variants)
+    finalists = _best_first(trial(each.variant, 1) for each in screened[:FINALISTS])
+    return [*finalists, *screened[FINALISTS:]]
+
+
+def _best_first(trials: Iterable[Trial]) -> list[Trial]:
+    """By relative gain, which is comparable between different selections of texts."""
+    return sorted(trials, key=lambda trial: -trial.gain.relative)
+
+
+def drafter_of(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Drafter:
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    drafter.load_state_dict(dict(weights), assign=True)
+    return drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +208,20 @@ def diagnose(
         repair = replace(repair, config=whole_block)
     table = offline_table(acceptance, draft_tokens)
     findings = findings_of(trials)
-    if all(finding.severity is Severity.NOTE for finding in findings):
+    if all(each.severity is Severity.NOTE for each in findings):
         findings += acceptance_findings(table.overall)
-    return Diagnosis(
-        offline=table,
-        tried=[_tried(trial) for trial in trials],
-        findings=findings,
-        repair=repair,
-    )
+    tried = [
+        Tried(
+            cause=trial.variant.cause,
+            edit=trial.variant.edit,
+            before=trial.gain.before,
+            after=trial.gain.after,
+            difference=trial.gain.difference,
+            texts=trial.texts,
+        )
+        for trial in trials
+    ]
+    return Diagnosis(table, tried, findings, repair)
 
 
 def as_served(config: DrafterConfig, draft_tokens: int) -> DrafterConfig:
@@ -114,26 +255,21 @@ def findings_of(trials: Sequence[Trial]) -> list[Finding]:
         cause, edit, gain = trial.variant.cause, trial.variant.edit, trial.gain
         if cause in found or not gain.is_significant or gain.relative < MIN_GAIN:
             continue
-        found[cause] = Finding(
-            name=cause,
-            severity=_severity(trial),
-            message=(
-                f"{edit} raises acceptance from {gain.before:.3f} to {gain.after:.3f} on the same "
-                f"positions ({gain.relative:+.1%})"
-            ),
-            evidence={
-                "before": gain.before,
-                "after": gain.after,
-                "gain": gain.difference.value,
-                "gain_low": gain.difference.low,
-                "gain_high": gain.difference.high,
-                "edit": edit,
-            },
-            remedy=(
-                f"Optional, since the drafter may be as it was trained: {edit}."
-                if _severity(trial) is Severity.NOTE
-                else f"Make this edit, or let --fix write it: {edit}."
-            ),
+        severity = _severity(trial)
+        found[cause] = finding(
+            severity,
+            cause,
+            f"{edit} raises acceptance from {gain.before:.3f} to {gain.after:.3f} on the same "
+            f"positions ({gain.relative:+.1%})",
+            f"Optional, since the drafter may be as it was trained: {edit}."
+            if severity is Severity.NOTE
+            else f"Make this edit, or let --fix write it: {edit}.",
+            before=gain.before,
+            after=gain.after,
+            gain=gain.difference.value,
+            gain_low=gain.difference.low,
+            gain_high=gain.difference.high,
+            edit=edit,
         )
     return list(found.values())
 
@@ -157,21 +293,15 @@ def acceptance_findings(table: AcceptanceTable) -> list[Finding]:
     """Hardly any draft is accepted, although no known cause was found."""
     if table.length.high >= MIN_ACCEPTANCE:
         return []
-    return [
-        Finding(
-            name="drafts-rejected",
-            severity=Severity.ERROR,
-            message=(
-                f"the acceptance length is {table.length:.3f}, below {MIN_ACCEPTANCE}: hardly any "
-                "draft is accepted, and none of the known causes explains it"
-            ),
-            evidence={"acceptance_length": table.length.value},
-            remedy=(
-                "The drafter was probably trained for another target, or hardly at all: train one "
-                "for this target with `leadout data` and `leadout train`."
-            ),
-        )
-    ]
+    message = (
+        f"the acceptance length is {table.length:.3f}, below {MIN_ACCEPTANCE}: hardly any draft is "
+        "accepted, and none of the known causes explains it"
+    )
+    remedy = (
+        "The drafter was probably trained for another target, or hardly at all: train one for this "
+        "target with `leadout data` and `leadout train`."
+    )
+    return [error("drafts-rejected", message, remedy, acceptance_length=table.length.value)]
 
 
 def offline_table(texts: Sequence[TextAcceptance], draft_tokens: int) -> OfflineAcceptance:
@@ -195,17 +325,6 @@ def context_bucket(length: int) -> str:
     low = max(edge for edge in CONTEXT_EDGES if edge <= length)
     above = [edge for edge in CONTEXT_EDGES if edge > length]
     return f"{low} to {above[0] - 1}" if above else f"{low} and more"
-
-
-def _tried(trial: Trial) -> Tried:
-    return Tried(
-        cause=trial.variant.cause,
-        edit=trial.variant.edit,
-        before=trial.gain.before,
-        after=trial.gain.after,
-        difference=trial.gain.difference,
-        texts=trial.texts,
-    )
 
 
 def write_repaired(
@@ -287,15 +406,14 @@ def mode_findings(
         there = tabulate(probe.acceptance(drafter), draft_tokens).length
         if there.low > here.high:
             findings.append(
-                Finding(
-                    name="asked-in-another-mode",
-                    severity=Severity.WARNING,
-                    message=(
-                        f"the acceptance length is {there:.3f} {mode}, but {here:.3f} in the mode "
-                        "of this check: the drafter was trained on text of the other mode"
-                    ),
-                    evidence={"mode": mode, "there": there.value, "here": here.value},
-                    remedy=f"Serve the target {mode}, or train the drafter as it is served.",
+                warning(
+                    "asked-in-another-mode",
+                    f"the acceptance length is {there:.3f} {mode}, but {here:.3f} in the mode of "
+                    "this check: the drafter was trained on text of the other mode",
+                    f"Serve the target {mode}, or train the drafter as it is served.",
+                    mode=mode,
+                    there=there.value,
+                    here=here.value,
                 )
             )
     return findings

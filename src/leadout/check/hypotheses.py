@@ -6,7 +6,7 @@ than the drafter as it is, the cause is found, and the variant's edit is the rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,9 +43,6 @@ class TargetInfo:
     longest_text: int  # in tokens
 
 
-Hypothesis = Callable[[DrafterConfig, TargetInfo], Iterable[Variant]]
-
-
 def shifted_taps(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
     """The tapped layers are off by one."""
     for shift, cause in ((1, "taps-one-too-low"), (-1, "taps-one-too-high")):
@@ -64,18 +61,10 @@ def tap_order(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
     vLLM concatenates taps by depth, whatever their order in the file.
     """
     taps = len(config.target_layer_ids)
-    if taps < 2:
-        return
-    orders = {"reversed": list(reversed(range(taps)))}
-    for place in range(taps - 1):
-        swapped = list(range(taps))
-        swapped[place], swapped[place + 1] = swapped[place + 1], swapped[place]
-        orders[f"taps {place} and {place + 1} swapped"] = swapped
-    for name, order in orders.items():
-        if name == "taps 0 and 1 swapped" and taps == 2:
-            continue  # the same as reversed
+    for order, swapped in _other_orders(taps).items():
+        name = "reversed" if swapped is None else f"taps {swapped} and {swapped + 1} swapped"
 
-        def reordered(weights: Weights, order: list[int] = order) -> dict[str, Tensor]:
+        def reordered(weights: Weights, order: tuple[int, ...] = order) -> dict[str, Tensor]:
             parts = torch.split(weights["fc.weight"], config.context_size, dim=1)
             return {**weights, "fc.weight": torch.cat([parts[i] for i in order], dim=1)}
 
@@ -148,13 +137,7 @@ def mask_token(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
 
 def layer_order(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
     """The draft layers are in another order than in training."""
-    count = config.num_layers
-    orders = {tuple(reversed(range(count)))} if count > 1 else set()
-    for place in range(count - 1):
-        swapped = list(range(count))
-        swapped[place], swapped[place + 1] = swapped[place + 1], swapped[place]
-        orders.add(tuple(swapped))
-    for order in sorted(orders):
+    for order in sorted(_other_orders(config.num_layers)):
 
         def reordered(weights: Weights, order: tuple[int, ...] = order) -> dict[str, Tensor]:
             changed = dict(weights)
@@ -168,6 +151,17 @@ def layer_order(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
         yield Variant("layer-order", f"layers: in the order {list(order)}", config, reordered)
 
 
+def _other_orders(count: int) -> dict[tuple[int, ...], int | None]:
+    """Reversed, and every two neighbours swapped: each order with the first of the two places."""
+    if count < 2:
+        return {}
+    orders: dict[tuple[int, ...], int | None] = {tuple(reversed(range(count))): None}
+    for place in range(count - 1):
+        before, after = range(place), range(place + 2, count)
+        orders.setdefault((*before, place + 1, place, *after), place)
+    return orders
+
+
 def last_norm(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
     """The drafter was trained on the last tap after the target's final norm."""
     if config.target_layer_ids[-1] == target.num_layers - 1:
@@ -179,21 +173,10 @@ def last_norm(config: DrafterConfig, target: TargetInfo) -> Iterator[Variant]:
         )
 
 
-HYPOTHESES: tuple[Hypothesis, ...] = (
-    shifted_taps,
-    tap_order,
-    causality,
-    window,
-    rope,
-    mask_token,
-    layer_order,
-    last_norm,
-)
-
-
 def variants_of(config: DrafterConfig, target: TargetInfo) -> list[Variant]:
     """The variants of all hypotheses for one drafter."""
-    return [variant for each in HYPOTHESES for variant in each(config, target)]
+    known = (shifted_taps, tap_order, causality, window, rope, mask_token, layer_order, last_norm)
+    return [variant for each in known for variant in each(config, target)]
 
 
 def _describe_rope(value: Rope) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.result import Divergence, Lossless
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, error
 
 ULPS = 4
 
@@ -53,12 +53,12 @@ def compare_answers(
                 continue
             tokens = without[place : place + 1], drafted[place : place + 1]
             text = [*prompt, *without[:place]]
-            tie = _Tie(_next_logits(model, text), *tokens)
-            divergences.append(Divergence(prompt_set=name, position=place, logit_gap=tie.gap))
+            gap, size = _gap(_next_logits(model, text), *tokens)
+            divergences.append(Divergence(prompt_set=name, position=place, logit_gap=gap))
             if precision != torch.float32:
-                in_portions = _Tie(_next_logits(model, text, portion), *tokens)
-                moved = abs(in_portions.gap - tie.gap)
-                allowed = max(allowed, ULPS * ulp(tie.size, precision) + moved)
+                in_portions, _ = _gap(_next_logits(model, text, portion), *tokens)
+                rounding = ULPS * ulp(size, precision) + abs(in_portions - gap)
+                allowed = max(allowed, rounding)
     return Lossless(
         texts=texts,
         equal_texts=texts - len(divergences),
@@ -74,24 +74,17 @@ def finding_of(lossless: Lossless) -> Finding | None:
         return None
     worst = max(bad, key=lambda each: each.logit_gap)
     limit = f"at most {allowed:.4g} is rounding" if allowed else "in float32 texts must be equal"
-    return Finding(
-        name="not-lossless",
-        severity=Severity.ERROR,
-        message=(
-            f"speculation changes {len(bad)} of {lossless.texts} greedy texts by more than "
-            f"rounding: an answer of {worst.prompt_set} diverges at token {worst.position}, where "
-            f"the target's logits for the two tokens are {worst.logit_gap:.4g} apart ({limit})"
-        ),
-        evidence={
-            "texts": lossless.texts,
-            "changed": len(bad),
-            "largest_gap": worst.logit_gap,
-            "allowed_gap": allowed,
-        },
-        remedy=(
-            "Do not deploy: speculation must not change the target's text, whatever the drafter. "
-            "Serve without speculation and report the engine's version with this result."
-        ),
+    return error(
+        "not-lossless",
+        f"speculation changes {len(bad)} of {lossless.texts} greedy texts by more than rounding: "
+        f"an answer of {worst.prompt_set} diverges at token {worst.position}, where the target's "
+        f"logits for the two tokens are {worst.logit_gap:.4g} apart ({limit})",
+        "Do not deploy: speculation must not change the target's text, whatever the drafter. "
+        "Serve without speculation and report the engine's version with this result.",
+        texts=lossless.texts,
+        changed=len(bad),
+        largest_gap=worst.logit_gap,
+        allowed_gap=allowed,
     )
 
 
@@ -103,17 +96,16 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-class _Tie:
+def _gap(logits: Tensor, one: Sequence[int], other: Sequence[int]) -> tuple[float, float]:
     """The gap between the logits [vocab] of the tokens chosen with and without speculation.
 
     Where one of the texts has ended there is one token only; the gap is then that of all logits.
+    The second number is the size of the logits, whose resolution limits the gap.
     """
-
-    def __init__(self, logits: Tensor, one: Sequence[int], other: Sequence[int]) -> None:
-        of_both = logits[[*one, *other]] if one and other else logits
-        self.gap = float(of_both.max() - of_both.min())
-        # Logits near zero are sums of larger numbers, whose rounding they keep.
-        self.size = max(float(of_both.abs().max()), float(logits.std()))
+    of_both = logits[[*one, *other]] if one and other else logits
+    # Logits near zero are sums of larger numbers, whose rounding they keep.
+    size = max(float(of_both.abs().max()), float(logits.std()))
+    return float(of_both.max() - of_both.min()), size
 
 
 def ulp(value: float, precision: torch.dtype) -> float:

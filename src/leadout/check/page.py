@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from leadout.check.report import (
+    TRIED_HEADINGS,
     acceptance_rows,
     best_tried,
     describe_lossless,
@@ -12,9 +11,9 @@ from leadout.check.report import (
     range_text,
     sentence,
     served_label,
+    tried_rows,
 )
-from leadout.check.result import CheckResult, Verdict
-from leadout.files import write_text
+from leadout.check.result import CheckResult, OfflineAcceptance, ServedAcceptance, Verdict
 from leadout.findings import Severity, worst_first
 from leadout.models import last_part
 from leadout.report import charts, html
@@ -32,10 +31,6 @@ _TONES: dict[str, html.Tone] = {
 }
 
 
-def write_page(result: CheckResult, path: Path) -> None:
-    write_text(path, page(result))
-
-
 def page(result: CheckResult) -> str:
     sections = [
         _findings(result),
@@ -45,36 +40,30 @@ def page(result: CheckResult) -> str:
         _tried(result),
         _versions(result),
     ]
+    facts = [f"target {result.target}", f"drafter {result.drafter}"]
+    if result.draft_tokens is not None:
+        facts.append(f"{result.draft_tokens} draft tokens per step")
+    if result.date:
+        facts.append(result.date)
+    tone, word = _TONES[result.verdict], result.verdict.value
     return html.render(
         html.Page(
             command="check",
             heading=f"{last_part(result.drafter)} for {last_part(result.target)}",
-            facts=_facts(result),
-            verdict=html.Verdict(
-                _TONES[result.verdict], [sentence(result)], word=result.verdict.value
-            ),
+            facts=[*facts, f"{result.seconds:.0f} seconds"],
+            verdict=html.Verdict(tone, [sentence(result)], word=word),
             cards=_cards(result),
             sections=[section for section in sections if section is not None],
         )
     )
 
 
-def _facts(result: CheckResult) -> list[str]:
-    facts = [f"target {result.target}", f"drafter {result.drafter}"]
-    if result.draft_tokens is not None:
-        facts.append(f"{result.draft_tokens} draft tokens per step")
-    if result.date:
-        facts.append(result.date)
-    return [*facts, f"{result.seconds:.0f} seconds"]
-
-
 def _cards(result: CheckResult) -> list[html.Card]:
     cards = []
     if result.offline is not None:
         length = result.offline.overall.length
-        cards.append(
-            html.Card("tokens per step, offline", f"{length.value:.2f}", range_text(length))
-        )
+        value = f"{length.value:.2f}"
+        cards.append(html.Card("tokens per step, offline", value, range_text(length)))
     for served in result.served:
         name, steps = f"tokens per step, {served_label(served)}", f"{served.steps:,} steps"
         cards.append(html.Card(name, f"{served.length:.2f}", steps))
@@ -109,18 +98,20 @@ def _acceptance(result: CheckResult) -> html.Section | None:
         "implementation along the target's own greedy texts, with 95% confidence intervals over "
         "texts. Served: from vLLM's counters."
     )
-    by_position = charts.lines(
-        _by_position(result),
-        "acceptance by position in the block",
-        "position in the block",
-        "share of steps that accept it",
-    )
+    by_position = _by_position(result.offline, result.served)
     blocks: list[html.Block] = [
         html.Text(explained, soft=True),
         html.Heading("By prompt set"),
         html.Drawing(charts.bars(_by_set(result), "acceptance length by prompt set")),
         html.Heading("By position in the block"),
-        html.Drawing(by_position),
+        html.Drawing(
+            charts.lines(
+                by_position,
+                "acceptance by position in the block",
+                "position in the block",
+                "share of steps that accept it",
+            )
+        ),
     ]
     if result.offline.by_context:
         points = [_point(name, each.length) for name, each in result.offline.by_context.items()]
@@ -142,17 +133,13 @@ def _by_set(result: CheckResult) -> list[charts.Series]:
     return series
 
 
-def _by_position(result: CheckResult) -> list[charts.Series]:
-    assert result.offline is not None
-    shares = result.offline.overall.by_position
-    points = [_point(str(position), share) for position, share in enumerate(shares, start=1)]
-    series = [charts.Series(_OFFLINE, points)]
-    for served in result.served:
-        points = [
-            charts.Point(str(position), share)
-            for position, share in enumerate(served.by_position, start=1)
-        ]
-        series.append(charts.Series(served_label(served), points))
+def _by_position(offline: OfflineAcceptance, served: list[ServedAcceptance]) -> list[charts.Series]:
+    shares = enumerate(offline.overall.by_position, start=1)
+    series = [charts.Series(_OFFLINE, [_point(str(place), share) for place, share in shares])]
+    for each in served:
+        found = enumerate(each.by_position, start=1)
+        points = [charts.Point(str(place), share) for place, share in found]
+        series.append(charts.Series(served_label(each), points))
     return series
 
 
@@ -212,24 +199,12 @@ def _tried(result: CheckResult) -> html.Section | None:
         "of the line is better than the drafter as it is."
     )
     points = [_point(each.cause, each.difference) for each in best]
-    rows = [
-        [
-            each.cause,
-            each.edit,
-            f"{each.before:.3f}",
-            f"{each.after:.3f}",
-            f"{each.difference.value:+.3f}",
-            range_text(each.difference),
-        ]
-        for each in best
-    ]
-    heads = ["cause", "change", "before", "after", "difference", "95% interval"]
     return html.Section(
         "Changes tried",
         [
             html.Text(explained, soft=True),
             html.Drawing(charts.intervals(points, "gain of each change")),
-            html.Table(heads, rows, text_columns=2),
+            html.Table(TRIED_HEADINGS, tried_rows(result, digits=3), text_columns=2),
         ],
     )
 
@@ -238,9 +213,8 @@ def _versions(result: CheckResult) -> html.Section | None:
     if not result.versions:
         return None
     rows = [[name, version] for name, version in result.versions.items()]
-    return html.Section(
-        "", [html.Folded("Versions", [html.Table(["", "version"], rows, text_columns=2)])]
-    )
+    table = html.Table(["", "version"], rows, text_columns=2)
+    return html.Section("", [html.Folded("Versions", [table])])
 
 
 def _point(label: str, interval: Interval) -> charts.Point:

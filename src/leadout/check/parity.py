@@ -30,7 +30,7 @@ from leadout.dflash.mask import decode_masks
 from leadout.dflash.target import Target
 from leadout.engine.draft_recorder import RecordedText
 from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, Severity, finding
 
 Tensors = dict[str, Tensor]  # each with one row per token or slot
 FEATURES, FINAL, LOGITS = "context features", "final hidden states", "logits"
@@ -218,23 +218,16 @@ def finding_of(parity: Parity) -> Finding | None:
             f"the first tensor that differs is {name}: by {parity.differences[name]:.2g} of its "
             f"norm, where rounding explains {parity.allowed[name]:.2g}"
         )
-    return Finding(
-        name="engine-parity",
-        severity=Severity.ERROR if share < UNFIT_EQUAL_SHARE else Severity.WARNING,
-        message=(
-            f"vLLM computes other drafts than the reference: {parity.equal_drafts} of "
-            f"{parity.drafts} drafts are equal, and {cause}"
-        ),
-        evidence={
-            "equal_drafts": parity.equal_drafts,
-            "drafts": parity.drafts,
-            "first_difference": name or "drafts",
-        },
-        remedy=(
-            "Serve with Leadout's drafter class (LEADOUT_PLUGIN not 0) on a supported vLLM. If "
-            "you already do, report this result: the engine does not compute the drafter that "
-            "was trained."
-        ),
+    return finding(
+        Severity.ERROR if share < UNFIT_EQUAL_SHARE else Severity.WARNING,
+        "engine-parity",
+        f"vLLM computes other drafts than the reference: {parity.equal_drafts} of {parity.drafts} "
+        f"drafts are equal, and {cause}",
+        "Serve with Leadout's drafter class (LEADOUT_PLUGIN not 0) on a supported vLLM. If you "
+        "already do, report this result: the engine does not compute the drafter that was trained.",
+        equal_drafts=parity.equal_drafts,
+        drafts=parity.drafts,
+        first_difference=name or "drafts",
     )
 
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leadout.check.result import (
-    CheckResult,
-    Lossless,
-    Parity,
-    ServedAcceptance,
-    Tried,
-    Verdict,
-)
-from leadout.console import safe
+from leadout.check.result import CheckResult, Lossless, Parity, ServedAcceptance, Tried, Verdict
+from leadout.console import safe, table
 from leadout.evaluate.acceptance import AcceptanceTable
 from leadout.findings import Finding, Severity, worst_first
 from leadout.models import last_part
 from leadout.stats import Interval
 
 MAX_TRIED = 8
+TRIED_HEADINGS = ["cause", "change", "before", "after", "difference", "95% interval"]
 _OPENINGS = {Verdict.UNFIT: "Do not deploy this pair", Verdict.UNDECIDED: "Look into this first"}
 _VERDICT_STYLES = {
     Verdict.FIT: "bold green",
@@ -74,8 +69,7 @@ def _problems(result: CheckResult) -> list[Finding]:
     return [each for each in result.findings if each.severity is not Severity.NOTE]
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceRow:
+class AcceptanceRow(NamedTuple):
     """Acceptance length of some of the texts, offline and served."""
 
     kind: str  # "all", "prompts" or "prompt length"
@@ -108,6 +102,21 @@ def served_label(served: ServedAcceptance) -> str:
 
 def best_tried(result: CheckResult) -> list[Tried]:
     return sorted(result.tried, key=lambda each: -each.after)[:MAX_TRIED]
+
+
+def tried_rows(result: CheckResult, digits: int) -> list[list[str]]:
+    """The best changes as cells under `TRIED_HEADINGS`."""
+    return [
+        [
+            each.cause,
+            each.edit,
+            f"{each.before:.{digits}f}",
+            f"{each.after:.{digits}f}",
+            f"{each.difference.value:+.{digits}f}",
+            range_text(each.difference),
+        ]
+        for each in best_tried(result)
+    ]
 
 
 def describe_parity(parity: Parity) -> str:
@@ -162,60 +171,38 @@ def print_result(
 
 
 def _findings_table(result: CheckResult) -> Table:
-    table = Table("severity", "finding", "what", "remedy", box=box.SIMPLE_HEAD, show_lines=True)
-    table.columns[1].overflow = "fold"
+    made = Table("severity", "finding", "what", "remedy", box=box.SIMPLE_HEAD, show_lines=True)
+    made.columns[1].overflow = "fold"
     for finding in worst_first(result.findings):
         severity = Text(finding.severity.value, style=_SEVERITY_STYLES[finding.severity])
         texts = (finding.name, finding.message, finding.remedy)
-        table.add_row(severity, *(safe(text) for text in texts))
-    return table
+        made.add_row(severity, *(safe(text) for text in texts))
+    return made
 
 
 def _acceptance_table(result: CheckResult) -> Table:
-    table = Table(
-        title="Acceptance length: tokens per step of the target",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+    served_names = (served_label(each) for each in result.served)
+    rows = acceptance_rows(result)
+    made = table(
+        "Acceptance length: tokens per step of the target",
+        ("texts", "count", "offline", "95% interval", *served_names),
+        (
+            (
+                row.label,
+                str(row.offline.texts),
+                f"{row.offline.length.value:.2f}",
+                range_text(row.offline.length),
+                *("" if value is None else f"{value:.2f}" for value in row.served),
+            )
+            for row in rows
+        ),
     )
-    table.add_column("texts")
-    columns = ("count", "offline", "95% interval", *(served_label(each) for each in result.served))
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    kind = "all"
-    for row in acceptance_rows(result):
-        if row.kind != kind:
-            table.add_section()
-            kind = row.kind
-        length = row.offline.length
-        served = ("" if value is None else f"{value:.2f}" for value in row.served)
-        table.add_row(
-            safe(row.label),
-            str(row.offline.texts),
-            f"{length.value:.2f}",
-            range_text(length),
-            *served,
-        )
-    return table
+    for place, (row, following) in enumerate(pairwise(rows)):
+        made.rows[place].end_section = row.kind != following.kind
+    return made
 
 
 def _tried_table(result: CheckResult) -> Table:
-    best = best_tried(result)
-    table = Table(
-        title=f"Changes tried on the drafter, the best {len(best)} of {len(result.tried)}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("cause", overflow="fold")
-    table.add_column("change", overflow="fold")
-    for heading in ("before", "after", "difference", "95% interval"):
-        table.add_column(heading, justify="right")
-    for tried in best:
-        table.add_row(
-            safe(tried.cause),
-            safe(tried.edit),
-            f"{tried.before:.2f}",
-            f"{tried.after:.2f}",
-            f"{tried.difference.value:+.2f}",
-            range_text(tried.difference),
-        )
-    return table
+    rows = tried_rows(result, digits=2)
+    title = f"Changes tried on the drafter, the best {len(rows)} of {len(result.tried)}"
+    return table(title, TRIED_HEADINGS, rows, left=2)

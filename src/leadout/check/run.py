@@ -6,7 +6,7 @@ vLLM is started twice, each time in a process of its own: with the drafter and w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain, islice, zip_longest
@@ -18,15 +18,15 @@ import torch
 from leadout.check import lossless, parity
 from leadout.check.baseline import baseline_findings, read_baseline, require_same_pair
 from leadout.check.diagnosis import (
-    Diagnosis,
+    Probe,
+    Text,
     diagnose,
     layers_needed,
     mode_findings,
     other_modes,
     write_repaired,
 )
-from leadout.check.page import write_page
-from leadout.check.probe import Probe, Text
+from leadout.check.page import page
 from leadout.check.result import (
     CheckError,
     CheckResult,
@@ -46,13 +46,12 @@ from leadout.engine.offline import Recording, SessionRequest, SetRun, run_sessio
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts
 from leadout.files import FileError, require_writable, write_text
-from leadout.findings import Finding, Severity, worst_first
+from leadout.findings import Finding, Severity, finding, note, worst_first
 from leadout.models import local_folder
 from leadout.pairing import read_target
 from leadout.version import installed_versions
 
-Prompts = Mapping[str, Sequence[Sequence[int]]]  # token ids by set
-Answers = dict[str, list[list[int]]]  # to every prompt of every set
+TokensBySet = dict[str, list[list[int]]]  # token ids of prompts, or of the answers to them
 
 GREEDY, SAMPLED = 0.0, 1.0
 MAX_TOKENS = 96  # of an answer
@@ -85,7 +84,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRes
     if settings.save is not None:
         write_text(settings.save, result.model_dump_json(indent=2) + "\n")
     if settings.report is not None:
-        write_page(result, settings.report)
+        write_text(settings.report, page(result))
     return result
 
 
@@ -105,10 +104,10 @@ def _require_outputs(settings: CheckSettings) -> None:
 
 def assess(settings: CheckSettings, progress: Progress) -> CheckResult:
     """The findings of files and, unless they rule the pair out, of measurements."""
-    pair = Pair(local_folder(settings.target), local_folder(settings.drafter), settings)
+    target, drafter = local_folder(settings.target), local_folder(settings.drafter)
     findings = static_findings(
-        pair.target,
-        pair.drafter,
+        target,
+        drafter,
         target_name=settings.target,
         draft_tokens=settings.draft_tokens,
         dtype=settings.dtype,
@@ -126,39 +125,31 @@ def assess(settings: CheckSettings, progress: Progress) -> CheckResult:
     # With an error in the files the engine would not start.
     if settings.static or any(each.severity is Severity.ERROR for each in findings):
         return result
-    return _measured(result, pair, progress)
+    return _measured(result, target, drafter, settings, progress)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The pair under check, as local folders."""
-
-    target: Path
-    drafter: Path
-    settings: CheckSettings
-
-
-def _measured(result: CheckResult, pair: Pair, progress: Progress) -> CheckResult:
-    settings = pair.settings
-    checkpoint = read_checkpoint(pair.drafter)
-    facts = read_target(pair.target, settings.target)
+def _measured(
+    result: CheckResult, target: Path, drafter: Path, settings: CheckSettings, progress: Progress
+) -> CheckResult:
+    checkpoint = read_checkpoint(drafter)
+    facts = read_target(target, settings.target)
     draft_tokens = settings.draft_tokens or checkpoint.config.max_draft_tokens
     max_positions = min(facts.max_positions or MAX_PROMPT, checkpoint.config.max_positions)
     max_prompt = min(max_positions - MAX_TOKENS - draft_tokens, MAX_PROMPT)
-    chat = Chat(pair.target, settings.thinking)
+    chat = Chat(target, settings.thinking)
     prompts = check_prompts(settings.prompts, chat, max_prompt, settings.texts)
     if not any(prompts.values()):
         raise CheckError(
             f"--prompts: every prompt is longer than {max_prompt} tokens, the most that this check "
             "can use. Give shorter prompts."
         )
-    modes = other_modes(settings.prompts, pair.target, chat, max_prompt)
+    modes = other_modes(settings.prompts, target, chat, max_prompt)
     longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
-    precision: torch.dtype = getattr(torch, served_dtype(pair.target, settings.dtype))
+    precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
     advance = progress.stage("vLLM with and without the drafter", 3 + 3 * len(prompts) + len(modes))
     runs = run_engines(
-        pair.target,
-        pair.drafter,
+        target,
+        drafter,
         prompts,
         max_tokens=MAX_TOKENS,
         draft_tokens=draft_tokens,
@@ -167,9 +158,9 @@ def _measured(result: CheckResult, pair: Pair, progress: Progress) -> CheckResul
         bare_only=modes,
         report=lambda _: advance(),
     )
-    model = load_model(pair.target, precision)
+    model = load_model(target, precision)
     advance = progress.stage("engine against reference", 2)
-    same_drafts = parity.compare(pair.target, pair.drafter, model, runs.recorded, precision)
+    same_drafts = parity.compare(target, drafter, model, runs.recorded, precision)
     advance()
     same_texts = lossless.compare_answers(
         model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
@@ -178,38 +169,37 @@ def _measured(result: CheckResult, pair: Pair, progress: Progress) -> CheckResul
     answered = _texts(prompts, runs.bare)
     texts = [t for part in answered.values() for t in part if len(t.answer) > draft_tokens]
     probe = Probe(
-        pair.target,
+        target,
         model,
         texts,
         layers_needed(checkpoint.config, facts.num_layers),
         precision,
         progress.stage("hidden states of the target", len(texts)),
     )
-    masks = mask_candidates(pair.target, facts.vocab_size)
+    masks = mask_candidates(target, facts.vocab_size)
     diagnosis = diagnose(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
+    offline, in_modes = diagnosis.offline, _texts(modes, runs.bare)
     proofs = (lossless.finding_of(same_texts), parity.finding_of(same_drafts))
     findings = [
         *result.findings,
-        *(finding for finding in proofs if finding is not None),
+        *(each for each in proofs if each is not None),
         *diagnosis.findings,
-        *mode_findings(
-            pair.target,
-            model,
-            checkpoint,
-            draft_tokens,
-            _texts(modes, runs.bare),
-            diagnosis.offline,
-            precision,
-        ),
-        *served_findings(diagnosis.offline, runs.served[0]),
+        *mode_findings(target, model, checkpoint, draft_tokens, in_modes, offline, precision),
+        *served_findings(offline, runs.served[0]),
     ]
-    if settings.fix is not None:
-        findings.append(_repaired(pair, diagnosis, settings.fix, facts.num_layers))
+    if settings.fix is not None and diagnosis.repair is None:
+        message = f"no edit raises acceptance, so nothing was written to {settings.fix}"
+        findings.append(note("nothing-to-fix", message, "None needed."))
+    elif settings.fix is not None and diagnosis.repair is not None:
+        write_repaired(drafter, diagnosis.repair, settings.fix, facts.num_layers)
+        message = f"wrote {settings.fix} with the edit: {diagnosis.repair.edit}"
+        remedy = f"Check it again: leadout check {settings.target} {settings.fix}"
+        findings.append(note("fixed", message, remedy))
     return result.model_copy(
         update={
             "findings": findings,
             "draft_tokens": draft_tokens,
-            "offline": diagnosis.offline,
+            "offline": offline,
             "served": runs.served,
             "parity": same_drafts,
             "lossless": same_texts,
@@ -218,7 +208,7 @@ def _measured(result: CheckResult, pair: Pair, progress: Progress) -> CheckResul
     )
 
 
-def _texts(prompts: Prompts, answers: Answers) -> dict[str, list[Text]]:
+def _texts(prompts: TokensBySet, answers: TokensBySet) -> dict[str, list[Text]]:
     return {
         name: [Text(name, *pair) for pair in zip(part, answers[name], strict=True)]
         for name, part in prompts.items()
@@ -231,8 +221,8 @@ def mask_candidates(target: Path, vocab_size: int) -> list[int]:
     if files is None:
         return []
     special = sorted({*files.special, *files.roles})
-    free = [number for number in (max(files.tokens, default=-1) + 1,) if number < vocab_size]
-    return [*free, *special][:MAX_MASK_CANDIDATES]
+    free = max(files.tokens, default=-1) + 1
+    return [*([free] if free < vocab_size else []), *special][:MAX_MASK_CANDIDATES]
 
 
 def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> list[Finding]:
@@ -242,41 +232,23 @@ def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> lis
     if abs(difference) <= MAX_SERVED_DIFFERENCE:
         return []
     return [
-        Finding(
-            name="served-differs",
-            severity=Severity.ERROR if difference < 0 else Severity.WARNING,
-            message=(
-                f"the acceptance length is {served.length:.3f} in vLLM but {expected:.3f} in the "
-                f"reference on the same prompts ({difference:+.1%}), more than "
-                f"{MAX_SERVED_DIFFERENCE:.0%} apart"
-            ),
-            evidence={"served": served.length, "offline": expected},
-            remedy="The engine computes other drafts than the reference; see the parity result.",
+        finding(
+            Severity.ERROR if difference < 0 else Severity.WARNING,
+            "served-differs",
+            f"the acceptance length is {served.length:.3f} in vLLM but {expected:.3f} in the "
+            f"reference on the same prompts ({difference:+.1%}), more than "
+            f"{MAX_SERVED_DIFFERENCE:.0%} apart",
+            "The engine computes other drafts than the reference; see the parity result.",
+            served=served.length,
+            offline=expected,
         )
     ]
 
 
-def _repaired(pair: Pair, diagnosis: Diagnosis, out: Path, target_layers: int) -> Finding:
-    if diagnosis.repair is None:
-        return Finding(
-            name="nothing-to-fix",
-            severity=Severity.NOTE,
-            message=f"no edit raises acceptance, so nothing was written to {out}",
-            remedy="None needed.",
-        )
-    write_repaired(pair.drafter, diagnosis.repair, out, target_layers)
-    return Finding(
-        name="fixed",
-        severity=Severity.NOTE,
-        message=f"wrote {out} with the edit: {diagnosis.repair.edit}",
-        remedy=f"Check it again: leadout check {pair.settings.target} {out}",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRuns:
-    bare: Answers  # greedy, without the drafter
-    speculative: Answers  # greedy, with it
+    bare: TokensBySet  # greedy, without the drafter
+    speculative: TokensBySet  # greedy, with it
     served: list[ServedAcceptance]  # greedy, then sampled
     recorded: list[RecordedText]
 
@@ -284,13 +256,13 @@ class EngineRuns:
 def run_engines(
     target: Path,
     drafter: Path,
-    prompts: Prompts,
+    prompts: TokensBySet,
     *,
     max_tokens: int,
     draft_tokens: int,
     max_length: int,
     dtype: torch.dtype,
-    bare_only: Prompts | None = None,
+    bare_only: TokensBySet | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> EngineRuns:
     """Answer the prompts with and without the drafter; `report` is called after each part.
@@ -301,7 +273,7 @@ def run_engines(
         path = Path(folder) / "drafts.safetensors"
         alone = SessionRequest(
             target=str(target),
-            prompts=_lists(prompts),
+            prompts=prompts,
             max_tokens=max_tokens,
             max_length=max_length,
             dtype=str(dtype).removeprefix("torch."),
@@ -318,7 +290,7 @@ def run_engines(
         )
         speculative = run_session(together, lambda done: report(f"with drafter: {done}"))
         recorded = read_texts(path)
-    alone = alone.model_copy(update={"prompts": _lists({**prompts, **(bare_only or {})})})
+    alone = alone.model_copy(update={"prompts": prompts | (bare_only or {})})
     bare = run_session(alone, lambda done: report(f"without drafter: {done}"))
     return EngineRuns(
         bare=_greedy_answers(bare.runs),
@@ -328,39 +300,31 @@ def run_engines(
     )
 
 
-def _lists(prompts: Prompts) -> Answers:
-    return {name: [list(each) for each in part] for name, part in prompts.items()}
-
-
-def _some_of_each(prompts: Prompts) -> list[list[int]]:
+def _some_of_each(prompts: TokensBySet) -> list[list[int]]:
     """The first prompt of every set, then the second, up to `RECORDED_PROMPTS`."""
     by_turns = chain.from_iterable(zip_longest(*prompts.values()))
-    found = (list(prompt) for prompt in by_turns if prompt is not None)
-    return list(islice(found, RECORDED_PROMPTS))
+    return list(islice((prompt for prompt in by_turns if prompt is not None), RECORDED_PROMPTS))
 
 
-def _greedy_answers(runs: Sequence[SetRun]) -> Answers:
+def _greedy_answers(runs: Sequence[SetRun]) -> TokensBySet:
     return {run.prompt_set: run.answers for run in runs if run.temperature == GREEDY}
 
 
 def served_acceptance(runs: Sequence[SetRun]) -> list[ServedAcceptance]:
     """Acceptance by the engine's counters, one entry per temperature in the order of the runs."""
-    temperatures = dict.fromkeys(run.temperature for run in runs)
-    return [
-        _of_temperature([run for run in runs if run.temperature == temperature])
-        for temperature in temperatures
-    ]
-
-
-def _of_temperature(runs: Sequence[SetRun]) -> ServedAcceptance:
-    steps = sum(run.steps for run in runs)
-    accepted = [
-        sum(counts) for counts in zip(*(run.accepted_by_position for run in runs), strict=True)
-    ]
-    return ServedAcceptance(
-        temperature=runs[0].temperature,
-        steps=steps,
-        length=1 + sum(accepted) / max(steps, 1),
-        by_position=[count / max(steps, 1) for count in accepted],
-        by_set={run.prompt_set: run.acceptance_length for run in runs},
-    )
+    found = []
+    for temperature in dict.fromkeys(run.temperature for run in runs):
+        own = [run for run in runs if run.temperature == temperature]
+        steps = sum(run.steps for run in own)
+        by_position = zip(*(run.accepted_by_position for run in own), strict=True)
+        accepted = [sum(counts) for counts in by_position]
+        found.append(
+            ServedAcceptance(
+                temperature=temperature,
+                steps=steps,
+                length=1 + sum(accepted) / max(steps, 1),
+                by_position=[count / max(steps, 1) for count in accepted],
+                by_set={run.prompt_set: run.acceptance_length for run in own},
+            )
+        )
+    return found

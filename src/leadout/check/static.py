@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
 
 from leadout.check.tokenizer import (
     TokenFiles,
@@ -10,8 +13,7 @@ from leadout.check.tokenizer import (
     read_token_files,
     vocabulary_findings,
 )
-from leadout.check.training_record import record_findings
-from leadout.check.weights import drafter_weight_findings, target_weight_findings
+from leadout.check.weights import drafter_weight_findings, has_weights, target_weight_findings
 from leadout.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -20,7 +22,8 @@ from leadout.checkpoints import (
 )
 from leadout.engine.vllm_adapter import SUPPORTED, installed_distribution, is_supported
 from leadout.environment import known_problems
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, Severity, error, finding, note, warning
+from leadout.models import fingerprint
 from leadout.pairing import EngineSettings, Pair, TargetFacts, examine, read_target
 from leadout.pairing.target import read_any_config
 from leadout.version import installed_version
@@ -28,6 +31,8 @@ from leadout.version import installed_version
 # Warnings that working pairs cause: quantised copies of a named target, rows of padding, and
 # scalings that do not change greedy drafts.
 HARMLESS_RULES = frozenset({"verifier", "vocabulary-padding", "logit-scaling"})
+RECORD = "training.json"
+THINKING_SWITCH = "enable_thinking"  # the variable in templates with two modes
 
 
 def static_findings(
@@ -45,19 +50,33 @@ def static_findings(
     weights are skipped. `target_name` is the user's name for it, by default the folder.
     """
     findings = version_findings()
-    facts, checkpoint = _target_facts(target, target_name, findings), _drafter(drafter, findings)
+    facts = checkpoint = None
+    try:
+        facts = read_target(target, target_name)
+    except CheckpointError as problem:
+        findings.append(_unreadable("target-unreadable", problem))
+    try:
+        checkpoint = read_checkpoint(drafter)
+    except UnsupportedCheckpointError as problem:
+        findings.append(_unreadable("drafter-unsupported", problem))
+    except CheckpointError as problem:
+        findings.append(_unreadable("drafter-unreadable", problem))
     tokens = read_token_files(target, findings)
     if facts is not None:
         findings += target_weight_findings(target, facts)
     if facts is not None and checkpoint is not None:
+        config = checkpoint.config
         settings = _settings(checkpoint, facts, draft_tokens, served_dtype(target, dtype))
         findings += pairing_findings(Pair(facts, checkpoint, settings))
-        findings += _position_findings(checkpoint, facts)
-        findings += _token_findings(tokens, checkpoint, facts)
+        findings += _position_findings(config.max_positions, facts.max_positions)
+        if tokens is not None:
+            findings += vocabulary_findings(tokens, facts.vocab_size, config.vocab_size)
+            findings += mask_findings(tokens, config.mask_token_id)
     if checkpoint is not None:
         findings += drafter_weight_findings(checkpoint)
         findings += record_findings(checkpoint, target, tokens, thinking)
-        findings += [_note(note) for note in checkpoint.notes]
+        remedy = "Nothing to do if you serve with Leadout; `leadout inspect` shows the file."
+        findings += [note("drafter-file", text, remedy) for text in checkpoint.notes]
     return findings
 
 
@@ -77,63 +96,25 @@ def version_findings() -> list[Finding]:
     distribution = installed_distribution()
     version = None if distribution is None else installed_version(distribution)
     if version is None:
-        findings.append(
-            Finding(
-                name="engine-missing",
-                severity=Severity.NOTE,
-                message=f"vLLM is not installed; running the pair needs {SUPPORTED}",
-                remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator).",
-            )
-        )
+        message = f"vLLM is not installed; running the pair needs {SUPPORTED}"
+        remedy = "pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator)."
+        findings.append(note("engine-missing", message, remedy))
     elif not is_supported(version):
-        findings.append(
-            Finding(
-                name="engine-version",
-                severity=Severity.WARNING,
-                message=(
-                    f"{distribution} {version} is installed, expected {SUPPORTED}: Leadout does "
-                    "not extend other versions, and this check may not apply to them"
-                ),
-                evidence={"version": version},
-                remedy=f"Install vLLM {SUPPORTED}.",
-            )
+        message = (
+            f"{distribution} {version} is installed, expected {SUPPORTED}: Leadout does not extend "
+            "other versions, and this check may not apply to them"
         )
+        remedy = f"Install vLLM {SUPPORTED}."
+        findings.append(warning("engine-version", message, remedy, version=version))
     for problem in known_problems():
         message, _, remedy = problem.partition("; ")
-        findings.append(
-            Finding(
-                name="torch-companion", severity=Severity.WARNING, message=message, remedy=remedy
-            )
-        )
+        findings.append(warning("torch-companion", message, remedy))
     return findings
 
 
-def _target_facts(folder: Path, name: str | None, findings: list[Finding]) -> TargetFacts | None:
-    try:
-        return read_target(folder, name)
-    except CheckpointError as problem:
-        findings.append(_unreadable("target-unreadable", problem))
-        return None
-
-
-def _drafter(folder: Path, findings: list[Finding]) -> Checkpoint | None:
-    try:
-        return read_checkpoint(folder)
-    except UnsupportedCheckpointError as problem:
-        findings.append(_unreadable("drafter-unsupported", problem))
-    except CheckpointError as problem:
-        findings.append(_unreadable("drafter-unreadable", problem))
-    return None
-
-
 def _unreadable(name: str, problem: CheckpointError) -> Finding:
-    return Finding(
-        name=name,
-        severity=Severity.ERROR,
-        message=str(problem).removesuffix(f". {problem.remedy}"),
-        evidence={"field": problem.field},
-        remedy=problem.remedy,
-    )
+    message = str(problem).removesuffix(f". {problem.remedy}")
+    return error(name, message, problem.remedy, field=problem.field)
 
 
 def _settings(
@@ -167,40 +148,114 @@ def served_dtype(target: Path, dtype: str) -> str:
     return next((value for value in stated if isinstance(value, str)), "bfloat16")
 
 
-def _position_findings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Finding]:
-    of_drafter, of_target = checkpoint.config.max_positions, facts.max_positions
+def _position_findings(of_drafter: int, of_target: int | None) -> list[Finding]:
     if of_target is None or of_drafter >= of_target:
         return []
+    message = (
+        f"max_position_embeddings is {of_drafter} in the drafter and {of_target} in the target: "
+        "nothing can be drafted for longer requests"
+    )
+    remedy = f"Serve with --max-model-len {of_drafter}."
+    return [note("positions", message, remedy, drafter=of_drafter, target=of_target)]
+
+
+class TrainedConfig(BaseModel, extra="ignore", frozen=True):
+    """The training settings that the drafter's config.json repeats."""
+
+    layers: int | None = None
+    block_size: int | None = None
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+
+
+class TrainingRecord(BaseModel, extra="ignore", frozen=True):
+    """The fields of training.json that a check needs; other versions may write more."""
+
+    target: str
+    target_fingerprint: str | None = None
+    template_hash: str | None = None
+    thinking: bool | None = None
+    config: TrainedConfig = TrainedConfig()
+
+
+def record_findings(
+    checkpoint: Checkpoint, target: Path, tokens: TokenFiles | None, thinking: bool | None
+) -> list[Finding]:
+    """Compare the record beside the drafter, if there is one, with the pair as it is now."""
+    path = checkpoint.path / RECORD
+    if not path.is_file():
+        return []
+    try:
+        record = TrainingRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        message = f"{path} is not a record that `leadout train` wrote, so it was ignored"
+        remedy = "Remove the file if it belongs to something else."
+        return [note("record-unreadable", message, remedy)]
+    template = None if tokens is None else tokens.template
+    findings = _changed_drafter(record, checkpoint)
+    then = record.target_fingerprint
+    if then is not None and has_weights(target) and (now := fingerprint(target)) != then:
+        message = (
+            f"the target's fingerprint is {now[:12]}, but the drafter was trained for "
+            f"{record.target} with {then[:12]}: this is another model, or it was fine-tuned, "
+            "merged or quantised since"
+        )
+        remedy = "Serve the target of the training, or continue training for this one."
+        findings.append(warning("other-target", message, remedy, found=now, wanted=then))
+    then, now = record.template_hash, hashlib.sha256((template or "").encode()).hexdigest()
+    if then is not None and template is not None and now != then:
+        message = (
+            f"the chat template's hash is {now[:12]}, but the drafter's training text was made "
+            f"with a template of hash {then[:12]}"
+        )
+        remedy = "Serve with the template of the training, or train the drafter with this one."
+        findings.append(warning("other-template", message, remedy, found=now, wanted=then))
+    return findings + _other_thinking(record, template, thinking)
+
+
+def _changed_drafter(record: TrainingRecord, checkpoint: Checkpoint) -> list[Finding]:
+    config, trained = checkpoint.config, record.config
+    pairs = {
+        "num_hidden_layers": (config.num_layers, trained.layers),
+        "block_size": (config.block_size, trained.block_size),
+        "target_layer_ids": (config.target_layer_ids, trained.target_layer_ids),
+        "mask_token_id": (config.mask_token_id, trained.mask_token_id),
+    }
+    changed = {
+        name: f"{name} is {_shown(now)} but was {_shown(then)}"
+        for name, (now, then) in pairs.items()
+        if then is not None and now != then
+    }
+    if not changed:
+        return []
+    message = f"{', '.join(changed.values())} in training, according to {RECORD}"
+    remedy = "Restore the values of the training in the drafter's config.json."
+    return [warning("not-as-trained", message, remedy, fields=", ".join(changed))]
+
+
+def _other_thinking(
+    record: TrainingRecord, template: str | None, thinking: bool | None
+) -> list[Finding]:
+    """The thinking modes of one target produce different kinds of text."""
+    recorded = "thinking" in record.model_fields_set
+    has_modes = template is not None and THINKING_SWITCH in template
+    if not recorded or not has_modes or record.thinking == thinking:
+        return []
+    certain = None not in (record.thinking, thinking)
+    modes = {
+        None: "in the template's default mode",
+        True: "with thinking",
+        False: "without thinking",
+    }
     return [
-        Finding(
-            name="positions",
-            severity=Severity.NOTE,
-            message=(
-                f"max_position_embeddings is {of_drafter} in the drafter and {of_target} in the "
-                "target: nothing can be drafted for longer requests"
-            ),
-            evidence={"drafter": of_drafter, "target": of_target},
-            remedy=f"Serve with --max-model-len {of_drafter}.",
+        finding(
+            Severity.WARNING if certain else Severity.NOTE,
+            "other-thinking",
+            f"the drafter was trained {modes[record.thinking]} and is checked {modes[thinking]}",
+            "Check and serve it in the mode it was trained in.",
         )
     ]
 
 
-def _token_findings(
-    tokens: TokenFiles | None, checkpoint: Checkpoint, facts: TargetFacts
-) -> list[Finding]:
-    if tokens is None:
-        return []
-    config = checkpoint.config
-    return [
-        *vocabulary_findings(tokens, facts.vocab_size, config.vocab_size),
-        *mask_findings(tokens, config.mask_token_id),
-    ]
-
-
-def _note(text: str) -> Finding:
-    return Finding(
-        name="drafter-file",
-        severity=Severity.NOTE,
-        message=text,
-        remedy="Nothing to do if you serve with Leadout; `leadout inspect` shows the file.",
-    )
+def _shown(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

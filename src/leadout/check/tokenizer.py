@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, Severity, error, finding, note, warning
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -34,17 +34,12 @@ def read_token_files(folder: Path, findings: list[Finding]) -> TokenFiles | None
     settings = _json_object(folder / SETTINGS)
     template = _template(folder, settings)
     if template is None:
-        findings.append(
-            Finding(
-                name="chat-template-missing",
-                severity=Severity.WARNING,
-                message=(
-                    f"{folder} has no chat template ({TEMPLATE}): chats cannot be served, and "
-                    "drafters are rarely trained on plain text"
-                ),
-                remedy=f"Add {TEMPLATE}, or give the server one with --chat-template.",
-            )
+        message = (
+            f"{folder} has no chat template ({TEMPLATE}): chats cannot be served, and drafters are "
+            "rarely trained on plain text"
         )
+        remedy = f"Add {TEMPLATE}, or give the server one with --chat-template."
+        findings.append(warning("chat-template-missing", message, remedy))
     if not (folder / TOKENIZER).is_file():
         findings.append(_no_tokenizer(folder))
         return TokenFiles({}, frozenset(), {}, template)
@@ -54,14 +49,8 @@ def read_token_files(folder: Path, findings: list[Finding]) -> TokenFiles | None
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as problem:  # the library raises nothing more precise
-        findings.append(
-            Finding(
-                name="tokenizer-unreadable",
-                severity=Severity.ERROR,
-                message=f"{folder / TOKENIZER} is not a valid tokenizer: {problem}",
-                remedy="Download the target again.",
-            )
-        )
+        message = f"{folder / TOKENIZER} is not a valid tokenizer: {problem}"
+        findings.append(error("tokenizer-unreadable", message, "Download the target again."))
         return None
     tokens = {number: token for token, number in tokenizer.get_vocab().items()}
     added = tokenizer.get_added_tokens_decoder()
@@ -74,34 +63,26 @@ def vocabulary_findings(files: TokenFiles, rows: int, draft_rows: int) -> list[F
     findings = []
     beyond = sorted(number for number in files.tokens if number >= rows)
     if beyond:
-        ordinary = [number for number in beyond if number not in files.special]
+        # Text-only copies of multimodal models keep the special tokens of images.
+        severity = Severity.NOTE if files.special.issuperset(beyond) else Severity.WARNING
+        message = (
+            f"{len(beyond)} tokens from id {beyond[0]} on have no row in the target's embedding of "
+            f"{rows} rows: the target cannot read text with them"
+        )
+        remedy = "Use the tokenizer that belongs to these weights."
+        evidence = {"tokens": len(beyond), "rows": rows}
         findings.append(
-            Finding(
-                name="tokenizer-beyond-embedding",
-                # Text-only copies of multimodal models keep the special tokens of images.
-                severity=Severity.WARNING if ordinary else Severity.NOTE,
-                message=(
-                    f"{len(beyond)} tokens from id {beyond[0]} on have no row in the target's "
-                    f"embedding of {rows} rows: the target cannot read text with them"
-                ),
-                evidence={"tokens": len(beyond), "rows": rows},
-                remedy="Use the tokenizer that belongs to these weights.",
-            )
+            finding(severity, "tokenizer-beyond-embedding", message, remedy, **evidence)
         )
     undrafted = [number for number in files.tokens if draft_rows <= number < rows]
     if undrafted:
-        findings.append(
-            Finding(
-                name="tokens-never-drafted",
-                severity=Severity.WARNING,
-                message=(
-                    f"the drafter, with vocab_size {draft_rows}, can never draft "
-                    f"{len(undrafted)} tokens of the tokenizer from id {min(undrafted)} on"
-                ),
-                evidence={"tokens": len(undrafted), "drafter_rows": draft_rows},
-                remedy="Train a drafter for this target, with its whole vocabulary.",
-            )
+        message = (
+            f"the drafter, with vocab_size {draft_rows}, can never draft {len(undrafted)} tokens "
+            f"of the tokenizer from id {min(undrafted)} on"
         )
+        remedy = "Train a drafter for this target, with its whole vocabulary."
+        evidence = {"tokens": len(undrafted), "drafter_rows": draft_rows}
+        findings.append(warning("tokens-never-drafted", message, remedy, **evidence))
     return findings
 
 
@@ -112,27 +93,23 @@ def mask_findings(files: TokenFiles, mask: int) -> list[Finding]:
         return []  # no text can contain it: ideal
     role = files.roles.get(mask)
     if role is not None:
-        why, severity = f"the target's {role} token", Severity.WARNING
-        if role == "padding":
-            severity = Severity.NOTE  # it fills batches and does not occur in texts
+        why = f"the target's {role} token"
     elif mask not in files.special:
-        why, severity = "a token of ordinary text", Severity.WARNING
+        why = "a token of ordinary text"
     elif files.template is not None and token in files.template:
-        why, severity = "a token that the chat template writes", Severity.WARNING
+        why = "a token that the chat template writes"
     else:
         return []
     return [
-        Finding(
-            name="mask-in-text",
-            severity=severity,
-            message=(
-                f"mask_token_id {mask} is {token!r}, {why}; expected a token that no text contains"
-            ),
-            evidence={"mask_token_id": mask, "token": token},
-            remedy=(
-                "Make sure that mask_token_id in the drafter's config.json is that of its "
-                "training; if so, nothing is wrong with the file."
-            ),
+        finding(
+            # Padding fills batches and does not occur in texts.
+            Severity.NOTE if role == "padding" else Severity.WARNING,
+            "mask-in-text",
+            f"mask_token_id {mask} is {token!r}, {why}; expected a token that no text contains",
+            "Make sure that mask_token_id in the drafter's config.json is that of its training; "
+            "if so, nothing is wrong with the file.",
+            mask_token_id=mask,
+            token=token,
         )
     ]
 
@@ -140,18 +117,11 @@ def mask_findings(files: TokenFiles, mask: int) -> list[Finding]:
 def _no_tokenizer(folder: Path) -> Finding:
     others = [path.name for pattern in _OTHER_TOKENIZERS for path in folder.glob(pattern)]
     if others:
-        return Finding(
-            name="tokenizer-not-examined",
-            severity=Severity.NOTE,
-            message=f"{folder} has {others[0]} but no {TOKENIZER}, so tokens were not examined",
-            remedy="Nothing to do if vLLM serves the target.",
-        )
-    return Finding(
-        name="tokenizer-missing",
-        severity=Severity.WARNING,
-        message=f"{folder} has no tokenizer ({TOKENIZER}): no text can be served",
-        remedy="Put the target's tokenizer files into its folder.",
-    )
+        message = f"{folder} has {others[0]} but no {TOKENIZER}, so tokens were not examined"
+        return note("tokenizer-not-examined", message, "Nothing to do if vLLM serves the target.")
+    message = f"{folder} has no tokenizer ({TOKENIZER}): no text can be served"
+    remedy = "Put the target's tokenizer files into its folder."
+    return warning("tokenizer-missing", message, remedy)
 
 
 def _template(folder: Path, settings: Mapping[str, object]) -> str | None:

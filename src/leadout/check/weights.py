@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from leadout.checkpoints import Checkpoint, CheckpointError
 from leadout.checkpoints.store import read_tensors
 from leadout.checkpoints.tensors import DRAFT_TO_TARGET, TARGET_TO_DRAFT, require_vocabulary
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, Severity, error, finding, note, warning
 from leadout.pairing import TargetFacts
 
 INDEX = "model.safetensors.index.json"
@@ -41,28 +41,16 @@ def target_weight_findings(folder: Path, facts: TargetFacts) -> list[Finding]:
     """Whether the target's weight files are complete, from their headers alone."""
     missing = missing_shards(folder)
     if missing:
-        return [
-            Finding(
-                name="target-incomplete",
-                severity=Severity.ERROR,
-                message=(
-                    f"{folder} lacks {len(missing)} of the files that {INDEX} lists, the first of "
-                    f"them {missing[0]!r}"
-                ),
-                evidence={"missing": len(missing)},
-                remedy=_DOWNLOAD_AGAIN,
-            )
-        ]
+        message = (
+            f"{folder} lacks {len(missing)} of the files that {INDEX} lists, the first of them "
+            f"{missing[0]!r}"
+        )
+        return [error("target-incomplete", message, _DOWNLOAD_AGAIN, missing=len(missing))]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        return [
-            Finding(
-                name="target-weights-absent",
-                severity=Severity.NOTE,
-                message=f"{folder} has no safetensors files, so its weights were not examined",
-                remedy="Give the folder with the target's weights, if there is one.",
-            )
-        ]
+        message = f"{folder} has no safetensors files, so its weights were not examined"
+        remedy = "Give the folder with the target's weights, if there is one."
+        return [note("target-weights-absent", message, remedy)]
     return _header_findings(files, facts)
 
 
@@ -94,32 +82,20 @@ def _header_findings(files: list[Path], facts: TargetFacts) -> list[Finding]:
                     if name.endswith(EMBEDDING):
                         rows = opened.get_slice(name).get_shape()[0]
         except (SafetensorError, OSError) as problem:
-            return [
-                Finding(
-                    name="target-unreadable",
-                    severity=Severity.ERROR,
-                    message=f"{path} is not a complete safetensors file: {problem}",
-                    remedy=_DOWNLOAD_AGAIN,
-                )
-            ]
+            message = f"{path} is not a complete safetensors file: {problem}"
+            return [error("target-unreadable", message, _DOWNLOAD_AGAIN)]
     if rows in (None, facts.vocab_size):
         return []
-    return [
-        Finding(
-            name="target-embedding",
-            severity=Severity.WARNING,
-            message=(
-                f"the target's {EMBEDDING} has {rows} rows, but vocab_size in its config.json is "
-                f"{facts.vocab_size}"
-            ),
-            evidence={"rows": rows, "vocab_size": facts.vocab_size},
-            remedy="Config and weights belong to different models; download the target again.",
-        )
-    ]
+    message = (
+        f"the target's {EMBEDDING} has {rows} rows, but vocab_size in its config.json is "
+        f"{facts.vocab_size}"
+    )
+    remedy = "Config and weights belong to different models; download the target again."
+    evidence = {"rows": rows, "vocab_size": facts.vocab_size}
+    return [warning("target-embedding", message, remedy, **evidence)]
 
 
-@dataclass(frozen=True, slots=True)
-class Coarse:
+class Coarse(NamedTuple):
     """Groups of a matrix with few distinct values."""
 
     along: str  # "columns": each group lies within a row
@@ -144,20 +120,20 @@ def drafter_weight_findings(checkpoint: Checkpoint) -> list[Finding]:
                 continue
             matrices += tensor.dim() == 2
             constant = constant_of(tensor)
-            if constant is not None and (tensor.dim() == 2 or _is_zero_norm(name, constant)):
+            # A norm of zeros blocks everything; any other constant may be its initial value.
+            zero_norm = name.endswith("norm.weight") and constant == 0.0
+            if constant is not None and (tensor.dim() == 2 or zero_norm):
                 dead[name] = constant
             elif tensor.dim() == 2 and (found := coarseness(tensor)) is not None:
                 coarse[name] = found
     except CheckpointError as problem:
-        return [
-            Finding(
-                name="drafter-unreadable",
-                severity=Severity.ERROR,
-                message=str(problem).removesuffix(f". {problem.remedy}"),
-                remedy=problem.remedy,
-            )
-        ]
-    return [*_broken(broken), *_dead(dead), *_quantised(coarse, matrices)]
+        message = str(problem).removesuffix(f". {problem.remedy}")
+        return [error("drafter-unreadable", message, problem.remedy)]
+    return [
+        *([_broken(broken)] if broken else []),
+        *([_dead(dead)] if dead else []),
+        *([_quantised(coarse, matrices)] if coarse else []),
+    ]
 
 
 def constant_of(tensor: Tensor) -> float | None:
@@ -187,74 +163,46 @@ def coarseness(matrix: Tensor) -> Coarse | None:
 def _require_vocabulary(checkpoint: Checkpoint, draft_to_target: Tensor) -> None:
     marks = checkpoint.tensors.target_to_draft
     loaded = {} if marks is None else dict(read_tensors({TARGET_TO_DRAFT: marks}))
+    target_to_draft = loaded.get(TARGET_TO_DRAFT)
     require_vocabulary(
-        draft_to_target,
-        loaded.get(TARGET_TO_DRAFT),
-        checkpoint.config.vocab_size,
-        checkpoint.path,
+        draft_to_target, target_to_draft, checkpoint.config.vocab_size, checkpoint.path
     )
 
 
-def _is_zero_norm(name: str, constant: float) -> bool:
-    """A norm of zeros blocks everything; any other constant may be its initial value."""
-    return name.endswith("norm.weight") and constant == 0.0
+def _broken(found: dict[str, int]) -> Finding:
+    values = sum(found.values())
+    message = f"{values} values are NaN or infinite in {_names(found)}"
+    remedy = "Download the checkpoint again, or train it again."
+    return error("weights-not-finite", message, remedy, values=values, tensors=len(found))
 
 
-def _broken(found: dict[str, int]) -> list[Finding]:
-    if not found:
-        return []
-    return [
-        Finding(
-            name="weights-not-finite",
-            severity=Severity.ERROR,
-            message=(f"{sum(found.values())} values are NaN or infinite in {_names(found)}"),
-            evidence={"values": sum(found.values()), "tensors": len(found)},
-            remedy="Download the checkpoint again, or train it again.",
-        )
-    ]
-
-
-def _dead(found: dict[str, float]) -> list[Finding]:
-    if not found:
-        return []
+def _dead(found: dict[str, float]) -> Finding:
     values = sorted(set(found.values()))
-    return [
-        Finding(
-            name="weights-dead",
-            severity=Severity.ERROR if VITAL & found.keys() else Severity.WARNING,
-            message=(
-                f"all values are {values[0]:g} in {_names(found)}: these weights are not trained, "
-                "and nothing passes through them"
-            ),
-            evidence={"tensors": len(found), "values": values},
-            remedy="The training or the export of this drafter failed; use another one.",
-        )
-    ]
+    return finding(
+        Severity.ERROR if VITAL & found.keys() else Severity.WARNING,
+        "weights-dead",
+        f"all values are {values[0]:g} in {_names(found)}: these weights are not trained, and "
+        "nothing passes through them",
+        "The training or the export of this drafter failed; use another one.",
+        tensors=len(found),
+        values=values,
+    )
 
 
-def _quantised(found: dict[str, Coarse], matrices: int) -> list[Finding]:
-    if not found:
-        return []
+def _quantised(found: dict[str, Coarse], matrices: int) -> Finding:
     first = next(iter(found.values()))
-    return [
-        Finding(
-            name="weights-quantised",
-            severity=Severity.WARNING,
-            message=(
-                f"{len(found)} of {matrices} matrices ({_names(found)}) have at most "
-                f"{first.distinct} distinct values in groups of {first.group} {first.along}: they "
-                "were quantised and then stored as ordinary numbers, with the rounding error"
-            ),
-            evidence={
-                "matrices": len(found),
-                "of": matrices,
-                "group": first.group,
-                "along": first.along,
-                "distinct": max(each.distinct for each in found.values()),
-            },
-            remedy="Use the weights as trained: drafts of rounded weights are rejected more often.",
-        )
-    ]
+    return warning(
+        "weights-quantised",
+        f"{len(found)} of {matrices} matrices ({_names(found)}) have at most {first.distinct} "
+        f"distinct values in groups of {first.group} {first.along}: they were quantised and then "
+        "stored as ordinary numbers, with the rounding error",
+        "Use the weights as trained: drafts of rounded weights are rejected more often.",
+        matrices=len(found),
+        of=matrices,
+        group=first.group,
+        along=first.along,
+        distinct=max(each.distinct for each in found.values()),
+    )
 
 
 def _names(found: Iterable[str]) -> str:

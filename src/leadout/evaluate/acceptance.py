@@ -1,11 +1,14 @@
-"""Offline acceptance: what a drafter would get accepted along known texts, with its uncertainty.
+"""Offline acceptance: what drafters would get accepted along known texts, with its uncertainty.
 
-On a greedy answer the target's choices are known, so the number of drafts it would accept is known
-at every position. `along_decoding` follows an answer as the engine does: from the first token of
-the answer, each step moves past the accepted drafts and the target's own token. The mean over those
-steps is the acceptance length of serving: tokens per step, the target's own included. The plain
-mean over all positions differs, because decoding visits the positions after a rejected draft more
-often.
+A recorded token takes the place of what the target would choose. On a greedy answer that is exact.
+On a sampled answer it is one draw: exact verification accepts a draft with the probability that
+the target would have drawn it, and the recorded draw equals the draft with the same probability.
+The mean over many requests is therefore that of serving in both cases.
+
+`along_decoding` follows an answer as the engine does: from the first token of the answer, each step
+moves past the accepted drafts and the target's own token. The mean over those steps is the
+acceptance length of serving: tokens per step, the target's own included. The plain mean over all
+positions differs, because decoding visits the positions after a rejected draft more often.
 
 Confidence intervals resample texts, not tokens: the tokens of one text are not independent.
 """
@@ -14,22 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
+from leadout.checkpoints import load_drafter, read_checkpoint
 from leadout.evaluate.blocks import (
+    BlockForward,
     TrainingSequence,
     batch,
     drafted_slots,
     make_blocks,
     possible_anchors,
+    to_sequence,
 )
-from leadout.evaluate.hidden_states import Indexed, StateSource
+from leadout.evaluate.hidden_states import Indexed, SharedStates, StateSource, load_model
 from leadout.evaluate.ranks import Ranks
-from leadout.evaluate.target_weights import TargetWeights
+from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
+from leadout.shards import Sample
 from leadout.stats import Interval, ratio_interval
 
 ANCHORS_PER_PASS = 64
@@ -119,10 +127,8 @@ def _leading_matches(hidden: Tensor, labels: Tensor, head: Tensor) -> Tensor:
     return (drafts.view_as(labels) == labels).long().cumprod(-1).sum(-1)
 
 
-class Acceptance(BaseModel):
+class Acceptance(BaseModel, extra="forbid", frozen=True):
     """Acceptance over some answers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     acceptance_length: float  # along decoding: what the engine will show
     by_position: list[float]  # share of decoding steps that accept draft k
@@ -131,10 +137,8 @@ class Acceptance(BaseModel):
     positions: int
 
 
-class Validation(BaseModel):
+class Validation(BaseModel, extra="forbid", frozen=True):
     """Acceptance over held-out answers, in total and by source."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     overall: Acceptance
     by_source: dict[str, Acceptance]
@@ -174,10 +178,47 @@ class TextAcceptance:
     at_steps: list[int]
 
 
-class AcceptanceTable(BaseModel):
-    """Acceptance length of some texts, in total and by draft position."""
+def acceptance_by_drafter(
+    target: Path,
+    drafters: Sequence[Path],
+    samples: Sequence[Sample],
+    max_length: int,
+    device: torch.device,
+    report: Callable[[], None] = lambda: None,
+) -> list[list[TextAcceptance]]:
+    """For each drafter, its acceptance on every sample; `report` is called after each sample."""
+    precision = read_checkpoint(drafters[0]).tensors.dtype
+    weights = load_target_weights(TargetFiles(target), precision, device)
+    forwards = [
+        BlockForward(load_drafter(folder, precision).to(device), weights.embedding)
+        for folder in drafters
+    ]
+    max_drafts = [served_draft_tokens(folder) for folder in drafters]
+    layer_ids = {layer for each in forwards for layer in each.drafter.config.target_layer_ids}
+    states = SharedStates(load_model(target, precision).to(device), layer_ids, keep_all=False)
+    found: list[list[TextAcceptance]] = [[] for _ in drafters]
+    for number, sample in enumerate(samples):
+        item = (number, to_sequence(sample, max_length))
+        for texts, forward, limit in zip(found, forwards, max_drafts, strict=True):
+            config = forward.drafter.config
+            source = states.tapped_at(config.target_layer_ids)
+            (drafts,) = accepted_drafts(forward, weights, source, [item], config.block_size)
+            counts = drafts.counts.clamp(max=limit)
+            texts.append(
+                TextAcceptance(sample.source, len(sample.prompt), counts, along_decoding(counts))
+            )
+        report()
+    return found
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+def served_draft_tokens(drafter: Path) -> int:
+    """The K that `leadout serve` uses by default: that of the checkpoint, or the whole block."""
+    checkpoint = read_checkpoint(drafter)
+    return checkpoint.draft_tokens or checkpoint.config.max_draft_tokens
+
+
+class AcceptanceTable(BaseModel, extra="forbid", frozen=True):
+    """Acceptance length of some texts, in total and by draft position."""
 
     texts: int
     steps: int
@@ -202,10 +243,8 @@ def tabulate(texts: Sequence[TextAcceptance], draft_tokens: int) -> AcceptanceTa
     )
 
 
-class Gain(BaseModel):
+class Gain(BaseModel, extra="forbid", frozen=True):
     """The difference in acceptance between two drafters at the same positions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     before: float  # accepted drafts and the target's token, mean over positions
     after: float

@@ -71,34 +71,25 @@ def split(samples: Samples, max_length: int, held_out: int) -> Split:
     of one token are not used.
     """
     by_source: dict[str, list[tuple[str, int]]] = {}
-    prompt_of: list[str] = []
-    text_of: list[bytes] = []
-    usable: list[bool] = []
+    usable: dict[int, tuple[str, bytes]] = {}  # with the name and a hash of the prompt
     for index in range(len(samples)):
         sample = samples[index]
+        if len(sample.response) < 2 or len(sample.prompt) + 2 > max_length:
+            continue
         prompt = sample.id.rpartition("#")[0] or sample.id
-        prompt_of.append(prompt)
-        text_of.append(hashlib.sha256(repr(sample.prompt).encode()).digest())
-        usable.append(len(sample.response) > 1 and len(sample.prompt) + 2 <= max_length)
-        if sample.temperature == 0 and usable[-1]:
+        usable[index] = (prompt, hashlib.sha256(repr(sample.prompt).encode()).digest())
+        if sample.temperature == 0:
             rank = hashlib.sha256(f"held out {prompt}".encode()).hexdigest()
             by_source.setdefault(sample.source, []).append((rank, index))
     validation: list[int] = []
     queues = [sorted(found, reverse=True) for _, found in sorted(by_source.items())]
-    count = min(held_out, sum(usable) // 5)  # at least four of five stay for training
+    count = min(held_out, len(usable) // 5)  # at least four of five stay for training
     while len(validation) < count and any(queues):
         for queue in queues:
             if queue and len(validation) < count:
                 validation.append(queue.pop()[1])
-    held_out_prompts = {prompt_of[index] for index in validation}
-    held_out_texts = {text_of[index] for index in validation}
-    train = [
-        index
-        for index in range(len(samples))
-        if usable[index]
-        and prompt_of[index] not in held_out_prompts
-        and text_of[index] not in held_out_texts
-    ]
+    names, texts = {usable[i][0] for i in validation}, {usable[i][1] for i in validation}
+    train = [i for i, (name, text) in usable.items() if name not in names and text not in texts]
     return Split(train, sorted(validation))
 
 
@@ -127,7 +118,8 @@ def draw_anchors(
     number of ranks and after an interruption.
     """
     possible = possible_anchors(prompt_length, length)
-    generator = torch.Generator().manual_seed(_seed_of(seed, step, name))
+    digest = hashlib.sha256(f"{seed} {step} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     chosen = torch.randperm(len(possible), generator=generator)[:count]
     return possible[chosen.sort().values]
 
@@ -152,11 +144,6 @@ def make_blocks(
     labels = tokens.gather(1, places).view_as(slots)
     known = supervised.gather(1, places).view_as(slots) & inside & kept[:, :, None]
     return Blocks(padded, labels, known.long().cumprod(dim=-1).bool())
-
-
-def _seed_of(seed: int, step: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed} {step} {name}".encode()).digest()
-    return int.from_bytes(digest[:7])
 
 
 def block_masks(
@@ -191,13 +178,8 @@ def attend_in_blocks(
     in_blocks = grouped.view(rows, groups, heads // groups, -1, block, width)
     own_keys = own.keys.view(rows, groups, 1, -1, block, width)
     to_own = in_blocks @ own_keys.transpose(-2, -1)  # [rows, groups, n, blocks, B, B]
-    scores = torch.cat(
-        [
-            to_context.view(rows, heads, count, length),
-            to_own.view(rows, heads, count, block),
-        ],
-        dim=-1,
-    )
+    parts = [to_context.view(rows, heads, count, length), to_own.view(rows, heads, count, block)]
+    scores = torch.cat(parts, dim=-1)
     weights = torch.softmax(scores.float().masked_fill(~mask, -torch.inf), dim=-1)
     weights = weights.to(queries.dtype)
     on_context, on_own = torch.split(weights, [length, block], dim=-1)

@@ -1,4 +1,4 @@
-"""Hidden states of the target for given sequences: computed on request, or kept on disk.
+"""Hidden states of the target for given sequences: computed on request, shared, or kept on disk.
 
 Computing them costs one pass of the target each time; keeping them on disk costs
 (taps + 1) * hidden size * 2 bytes per token. `StateSource` is the interface for other sources,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +57,53 @@ class ComputedStates:
         places = torch.arange(tokens.shape[1])
         mask = (places < lengths[:, None]).long()
         return self._loaded.observe(tokens.to(device), mask.to(device))
+
+
+class SharedStates:
+    """The target's states at every layer that any of several drafters taps.
+
+    Each text is read once by the target, whatever the number of drafters. With `keep_all` the
+    states of all texts stay in memory, otherwise those of the last one.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Iterable[int], *, keep_all: bool) -> None:
+        self.layer_ids = sorted(set(layer_ids))
+        self._source = ComputedStates(lambda: Target(model, self.layer_ids))
+        self._keep_all = keep_all
+        self._kept: dict[int, Observation] = {}
+
+    def observe(self, item: Indexed) -> Observation:
+        """States [1, length, layers * H] and final states [1, length, H] of one text."""
+        number, _ = item
+        if number not in self._kept:
+            if not self._keep_all:
+                self._kept.clear()
+            self._kept[number] = self._source.observe([item])
+        return self._kept[number]
+
+    def tapped_at(self, layer_ids: Sequence[int], *, normed_last_tap: bool = False) -> StateSource:
+        """The states as a drafter with these taps reads them.
+
+        With `normed_last_tap` the last tap is the final state after the target's final norm.
+        """
+        return _Taps(self, layer_ids, normed_last_tap)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taps:
+    shared: SharedStates
+    layer_ids: Sequence[int]
+    normed_last_tap: bool
+
+    def observe(self, sequences: Sequence[Indexed]) -> Observation:
+        (item,) = sequences
+        states, final = self.shared.observe(item)
+        parts = torch.split(states, final.shape[-1], dim=-1)
+        by_layer = dict(zip(self.shared.layer_ids, parts, strict=True))
+        taps = [by_layer[layer] for layer in self.layer_ids]
+        if self.normed_last_tap:
+            taps[-1] = final
+        return Observation(torch.cat(taps, dim=-1), final)
 
 
 class StatesOnDisk:

@@ -23,8 +23,11 @@ from leadout.check.static import static_findings
 from leadout.checkpoints import Checkpoint, CheckpointError, read_checkpoint
 from leadout.console import Progress
 from leadout.engine.offline import SessionRequest, run_session
-from leadout.evaluate.acceptance import TextAcceptance
-from leadout.evaluate.compare import acceptance_by_drafter, served_draft_tokens
+from leadout.evaluate.acceptance import (
+    TextAcceptance,
+    acceptance_by_drafter,
+    served_draft_tokens,
+)
 from leadout.evaluate.hidden_states import load_model
 from leadout.findings import Finding, Severity
 from leadout.learn.config import CycleSettings, Record

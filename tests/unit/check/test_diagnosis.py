@@ -17,15 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.diagnosis import (
+    Probe,
+    Text,
+    Trial,
     acceptance_findings,
     context_bucket,
     diagnose,
+    drafter_of,
     findings_of,
     layers_needed,
     mode_findings,
     offline_table,
     other_modes,
     repair_of,
+    try_variants,
     write_repaired,
 )
 from leadout.check.hypotheses import (
@@ -36,7 +41,6 @@ from leadout.check.hypotheses import (
     tap_order,
     variants_of,
 )
-from leadout.check.probe import Probe, Text, Trial, drafter_of, try_variants
 from leadout.check.result import CheckError
 from leadout.checkpoints import (
     CheckpointError,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from sample_results import finding, offline, table, tried, whole_result
 
-from leadout.check.page import page, write_page
+from leadout.check.page import page
 from leadout.check.result import Verdict
 from leadout.findings import Severity
 from support.pages import HOSTILE, Reader, assert_hostile_text_is_escaped, assert_loads_nothing
@@ -82,9 +80,3 @@ def test_a_static_check_has_a_page_too(verdict: Verdict) -> None:
     assert verdict.value in read.text
     assert "Acceptance" not in read.text
     assert ("was not measured" in read.text) == (verdict is Verdict.FIT)
-
-
-def test_writing_it(tmp_path: Path) -> None:
-    write_page(whole_result(), tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page(whole_result())
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

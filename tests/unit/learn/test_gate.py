@@ -10,8 +10,7 @@ import torch
 
 from leadout.check.result import Divergence, Lossless
 from leadout.console import Progress
-from leadout.evaluate.acceptance import TextAcceptance
-from leadout.evaluate.compare import acceptance_by_drafter
+from leadout.evaluate.acceptance import TextAcceptance, acceptance_by_drafter
 from leadout.findings import Finding, Severity
 from leadout.learn.config import CycleSettings
 from leadout.learn.gate import (
