@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leadout.control.cost_model import StepCostTable
-from leadout.control.throughput import throughput_by_k
+from leadout.control.cost_model import StepCostTable, throughput_by_k
 
 PROBE_TIME_SHARE = 0.02
 # Limits for probes larger than the smallest: cost of drafting and verifying, in baseline steps.
@@ -65,19 +64,18 @@ class ProbeScheduler:
         self._repeats = False
 
     def is_due(self, probe: Probe) -> bool:
-        """Call once for each step without drafts."""
+        """Whether to probe now; to be called once for each step without drafts."""
         self._steps_since_probe += 1
-        return self._repeats or self._steps_since_probe >= self.interval(probe)
+        if not self._repeats and self._steps_since_probe < self.interval(probe):
+            return False
+        self._steps_since_probe, self._repeats = 0, False
+        return True
 
     def interval(self, probe: Probe) -> int:
         steps = probe.cost / PROBE_TIME_SHARE
         if self._failures >= FAILURES_BEFORE_BACKOFF:
             steps *= BACKOFF_FACTOR
         return int(min(max(steps, MIN_PROBE_INTERVAL), MAX_PROBE_INTERVAL))
-
-    def probe_started(self) -> None:
-        self._steps_since_probe = 0
-        self._repeats = False
 
     def probe_succeeded(self, accepted: int, trials: int, costs: StepCostTable) -> bool:
         """Record a probe's outcome; whether drafting would pay by this series of probes alone."""
@@ -97,8 +95,7 @@ class ProbeScheduler:
 
     def reset(self) -> None:
         """Drafting is on again."""
-        self._steps_since_probe = self._accepted = self._trials = 0
-        self._failures = 0
+        self._steps_since_probe = self._failures = self._accepted = self._trials = 0
         self._repeats = False
 
 

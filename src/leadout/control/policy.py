@@ -5,8 +5,8 @@ expected tokens per second:
 
 1. `acceptance_model` estimates the survival function of each request's drafts, `cost_model` the
    seconds of a step.
-2. K, the number of tokens drafted for each request, is the one with the highest throughput
-   (`throughput`). With hysteresis: another K must be at least 1% better, and drafting that is off
+2. K, the number of tokens drafted for each request, is the one with the highest throughput.
+   With hysteresis: another K must be at least 1% better, and drafting that is off
    (K = 0) must be 2% better than no drafting before it is switched on.
 3. Of the drafts at hand, those are verified whose survival probability pays for their time.
    Drafts from prompt lookup replace those of the drafter where more of them should be accepted.
@@ -19,14 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from leadout.control.acceptance_model import AcceptanceCurve, AcceptanceModel, DraftOutcome
-from leadout.control.cost_model import StepCostFilter, StepCosts, StepCostTable
-from leadout.control.exploration import CostExploration, Probe, ProbeScheduler, allocate_probe
-from leadout.control.throughput import (
+from leadout.control.cost_model import (
+    StepCostFilter,
+    StepCosts,
+    StepCostTable,
     Survival,
     drafts_to_verify,
     min_worthwhile_survival,
     throughput_by_k,
 )
+from leadout.control.exploration import CostExploration, Probe, ProbeScheduler, allocate_probe
 
 MIN_GAIN_TO_SWITCH_ON = 1.02  # over K = 0
 MIN_GAIN_TO_CHANGE_K = 1.01  # over the present K
@@ -88,23 +90,15 @@ class Policy:
     ) -> None:
         """`costs` and `prior` are what `leadout tune` measured, if anything."""
         self._max_drafts = max_drafts
-        self._acceptance = AcceptanceModel(max_drafts, prior)
+        self.acceptance = AcceptanceModel(max_drafts, prior)
         self._lookup_acceptance = AcceptanceModel(max_drafts)
-        self._costs = StepCostFilter(max_drafts, costs)
+        self.costs = StepCostFilter(max_drafts, costs)
         self._cost_exploration = CostExploration(has_measured_costs=costs is not None)
         self._probes = ProbeScheduler()
         self._k = max_drafts
         self._pending_probe: Probe | None = None  # drafted, not yet verified
         self._is_off = False
         self._plan: _Plan | None = None
-
-    @property
-    def acceptance(self) -> AcceptanceModel:
-        return self._acceptance
-
-    @property
-    def costs(self) -> StepCostFilter:
-        return self._costs
 
     def decide(self, requests: Sequence[DecodingRequest]) -> Decision:
         if not requests:  # others may be in prefill, and need drafts after it
@@ -116,19 +110,17 @@ class Policy:
         ]
         max_drafts = max(limits)
         requested_k = self._cost_exploration.requested_k(batch_size, self._max_drafts)
-        if not self._costs.has_estimate:
+        if not self.costs.has_estimate:
             draft = min(requested_k or 0, max_drafts)
             return Decision(tuple(available), draft, False, None, (False,) * batch_size)
-        survivals: list[Survival] = [
-            self._acceptance.survival(request.request_id) for request in requests
-        ]
-        costs = self._costs.table(batch_size)
+        survivals: list[Survival] = [self.acceptance.survival(each.request_id) for each in requests]
+        costs = self.costs.table(batch_size)
         if self._plan is None or not self._plan.use(batch_size, max_drafts):
             self._plan = self._optimise(survivals, limits, available, costs)
         plan = self._plan
         use_lookup = [False] * batch_size
         if self._pending_probe is not None and self._is_off and any(available):
-            trials = [self._acceptance.trials(request.request_id) for request in requests]
+            trials = [self.acceptance.trials(request.request_id) for request in requests]
             verify = allocate_probe(self._pending_probe.drafts, available, trials)
         elif requested_k:
             verify = available
@@ -140,7 +132,9 @@ class Policy:
             verify = drafts_to_verify(survivals, available, min_survival)
         draft, is_probe = (self._k if requested_k is None else min(requested_k, max_drafts)), False
         if self._is_off and requested_k is None and max_drafts:
-            draft, is_probe = self._maybe_probe(costs, max_drafts)
+            probe = Probe.affordable(costs, max_drafts)
+            if self._probes.is_due(probe):
+                self._pending_probe, draft, is_probe = probe, probe.k, True
         return Decision(tuple(verify), draft, is_probe, plan.gain, tuple(use_lookup))
 
     def observe(self, outcomes: Sequence[DraftOutcome], k: int, seconds: float | None) -> None:
@@ -155,21 +149,19 @@ class Policy:
         drafts = sum([outcome.verified for outcome in outcomes])
         self._cost_exploration.record(batch_size, drafts, k)
         lookup = [outcome for outcome in outcomes if outcome.from_lookup]
-        drafted = (
-            [outcome for outcome in outcomes if not outcome.from_lookup] if lookup else outcomes
-        )
+        drafted = [each for each in outcomes if not each.from_lookup] if lookup else outcomes
         has_probed = self._is_off and self._pending_probe is not None
         if has_probed and any(outcome.verified for outcome in drafted):
             self._observe_probe(drafted, batch_size)
-        self._acceptance.observe(drafted)
+        self.acceptance.observe(drafted)
         if lookup:
             self._lookup_acceptance.observe(lookup)
         if seconds is not None:
-            self._costs.observe(batch_size, drafts, k, seconds)
+            self.costs.observe(batch_size, drafts, k, seconds)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known about a request that has ended."""
-        self._acceptance.forget(request_id)
+        self.acceptance.forget(request_id)
         self._lookup_acceptance.forget(request_id)
 
     def _optimise(
@@ -209,10 +201,7 @@ class Policy:
             self._k = best
 
     def _prefer_lookup(
-        self,
-        requests: Sequence[DecodingRequest],
-        survivals: list[Survival],
-        available: list[int],
+        self, requests: Sequence[DecodingRequest], survivals: list[Survival], available: list[int]
     ) -> list[bool]:
         """Replace the drafter's drafts by those from prompt lookup where more should be accepted.
 
@@ -228,18 +217,10 @@ class Policy:
                 survivals[index], available[index], use_lookup[index] = survival, count, True
         return use_lookup
 
-    def _maybe_probe(self, costs: StepCostTable, max_drafts: int) -> tuple[int, bool]:
-        probe = Probe.affordable(costs, max_drafts)
-        if self._probes.is_due(probe):
-            self._probes.probe_started()
-            self._pending_probe = probe
-            return probe.k, True
-        return 0, False
-
     def _observe_probe(self, outcomes: Sequence[DraftOutcome], batch_size: int) -> None:
         accepted = sum([outcome.accepted for outcome in outcomes])
         rejected = sum([outcome.accepted < outcome.verified for outcome in outcomes])
         self._pending_probe = None
-        table = self._costs.table(batch_size)
+        table = self.costs.table(batch_size)
         if self._probes.probe_succeeded(accepted, accepted + rejected, table):
-            self._acceptance.discount_history()
+            self.acceptance.discount_history()

@@ -16,9 +16,14 @@ from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_
 from leadout.control.tuned_file import Range, Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
-from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import server_command
-from leadout.engine.settings import SCHEDULER, CaptureSettings, LiveSettings, RegistrySettings
+from leadout.engine.settings import (
+    SCHEDULER,
+    CaptureSettings,
+    LiveSettings,
+    RegistrySettings,
+    ServeSettings,
+)
 from leadout.engine.vllm_flags import (
     PLUGINS,
     Features,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.settings import (
     CAPTURE,
     LIVE,
@@ -25,6 +24,7 @@ from leadout.engine.settings import (
     LiveSettings,
     RegistrySettings,
     Section,
+    ServeSettings,
     load_redactor,
     with_section,
 )
