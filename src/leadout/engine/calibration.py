@@ -10,16 +10,17 @@ drafts nothing, which separates the cost of verifying from that of drafting.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, cycle, repeat
 from typing import Any, Literal
 
 from leadout.engine.child_process import Message, Report, answer_requests, run_module
 from leadout.engine.offline import TextEngine, TextRequest
+from leadout.engine.vllm_adapter import model_runner
 
 # Steps per turn; the first one is not timed, as the caches are full of the other engine's data.
 BARE_STEPS, DRAFTING_STEPS = 4, 7
-DRAFTING_IN_A_ROW = 4  # steps; the next one drafts nothing
+DRAFTING_IN_A_ROW = 4
 # Of the GPU's memory, for each engine: both hold the target.
 GPU_SHARE = 0.45
 MIN_BATCHED_TOKENS = 2048
@@ -158,10 +159,15 @@ def _calibrate_here(request: CalibrationRequest, report: Report) -> CalibrationR
         report(f"batch size {each.batch}, K = {each.k}")
     config = drafting.scheduler.vllm_config
     return CalibrationResult(
-        runner="V2" if config.use_v2_model_runner else "V1",
+        runner=model_runner(config),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         rounds=results,
     )
+
+
+def draft_lengths(k: int) -> Iterator[int]:
+    """Drafts of each step: four steps with `k`, then one with none."""
+    return cycle([*repeat(k, DRAFTING_IN_A_ROW), 0])
 
 
 class _Round:
@@ -182,8 +188,7 @@ class _Round:
         self._gained: dict[str, list[int]] = {}
 
     def run(self, max_turns: int | None = None) -> RoundResult:
-        drafts = cycle([*repeat(self._settings.k, DRAFTING_IN_A_ROW), 0])
-        self._drafting.scheduler.drafts = drafts
+        self._drafting.scheduler.drafts = draft_lengths(self._settings.k)
         prefill_bare = self._bare.begin(self._prompts, self._max_tokens)
         prefill_drafting = self._drafting.begin(self._prompts, self._max_tokens)
         turns: list[Turn] = []

@@ -289,7 +289,11 @@ def _run_session_here(request: SessionRequest, report: Report) -> SessionResult:
         for name, prompts in request.prompts.items():
             requests = [
                 TextRequest(
-                    f"{temperature:g}/{number}", prompt, request.max_tokens, temperature, seed=number
+                    f"{temperature:g}/{number}",
+                    prompt,
+                    request.max_tokens,
+                    temperature,
+                    seed=number,
                 )
                 for prompt, number in zip(prompts, numbers, strict=False)
             ]
