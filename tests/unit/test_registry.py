@@ -14,14 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.registry import (
-    LEDGER,
-    MANIFEST,
-    POINTER,
-    ExpectedAcceptance,
-    Registry,
-    RegistryError,
-)
+from leadout.registry import LEDGER, MANIFEST, POINTER, ExpectedAcceptance, Registry, RegistryError
 from support.drafters import TINY_DRAFTER, write_random_drafter
 
 EXPECTED = ExpectedAcceptance(acceptance_length=2.5, low=2.4, high=2.6, requests=80)

@@ -10,13 +10,7 @@ import pytest
 
 from leadout.control.acceptance_model import AcceptanceCurve
 from leadout.control.cost_model import StepCosts
-from leadout.control.tuned_file import (
-    TunedFileError,
-    choose_table,
-    gain,
-    read_tuned,
-    write_tuned,
-)
+from leadout.control.tuned_file import TunedFileError, choose_table, gain, read_tuned, write_tuned
 from leadout.stats import Interval
 from support.tuned_files import a_tuning, near, speedups_of
 
