@@ -151,10 +151,8 @@ def load_version(
     return LoadedVersion(version, load_weights(checkpoint), digest)
 
 
-@lru_cache
-def _fingerprint(target: Path) -> str:
-    """Computed once per process: the files of a served target do not change."""
-    return fingerprint(target)
+# Computed once per process: the files of a served target do not change.
+_fingerprint = lru_cache(fingerprint)
 
 
 class SwapExtension:

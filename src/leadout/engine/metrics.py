@@ -63,7 +63,11 @@ class AcceptanceWindow(SlidingWindow[str | int]):
         self, now: float, drafts: int, draft_tokens: int, accepted: int, by_position: Sequence[int]
     ) -> None:
         """Add verification steps; each verifies the draft of one request."""
-        counts = {"drafts": drafts, "draft_tokens": draft_tokens, "accepted": accepted}
+        counts: dict[str | int, int] = {
+            "drafts": drafts,
+            "draft_tokens": draft_tokens,
+            "accepted": accepted,
+        }
         self.add(now, {**counts, **dict(enumerate(by_position))})
 
     def acceptance_length(self, now: float) -> float | None:
