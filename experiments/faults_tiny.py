@@ -24,7 +24,7 @@ from common import ROOT
 from leadout.checkpoints import CheckpointError, write_checkpoint
 from leadout.engine.pair import UnfitPairError
 from leadout.engine.serve_plan import make_plan
-from leadout.engine.serve_settings import ServeSettings
+from leadout.engine.settings import ServeSettings
 from leadout.pairing import read_target
 from leadout.provenance import Provenance
 from leadout.settings import SettingsError

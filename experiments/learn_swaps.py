@@ -29,8 +29,8 @@ import torch
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
 from leadout.engine.admin import KEY
 from leadout.engine.serve_plan import make_plan
-from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import Server
+from leadout.engine.settings import ServeSettings
 from leadout.models import fingerprint
 from leadout.provenance import Provenance
 from leadout.registry import Registry

@@ -16,13 +16,14 @@ from operator import mul
 
 from control_simulator.traffic import MAX_DRAFTS, Moment, Probabilities, Traffic
 from leadout.control.acceptance_model import DraftOutcome
-from leadout.control.cost_model import StepCosts, StepCostTable
-from leadout.control.policy import DecodingRequest, Policy
-from leadout.control.throughput import (
+from leadout.control.cost_model import (
+    StepCosts,
+    StepCostTable,
     drafts_to_verify,
     min_worthwhile_survival,
     throughput_by_k,
 )
+from leadout.control.policy import DecodingRequest, Policy
 
 TIME_NOISE = 0.08  # relative standard deviation of a step time
 SLOW_STEP_SHARE, SLOW_STEP_FACTOR = 0.01, 4.0
@@ -63,7 +64,7 @@ class Machine:
     def table(self, batch_size: int) -> StepCostTable:
         if batch_size not in self._tables:
             max_verified = batch_size * MAX_DRAFTS
-            self._tables[batch_size] = StepCostTable.build(
+            self._tables[batch_size] = StepCostTable(
                 batch_size,
                 1,
                 [self.costs.verify_seconds(batch_size, n) for n in range(max_verified + 1)],

@@ -149,7 +149,7 @@ class Server:
     def __enter__(self) -> Self:
         from leadout.engine import server
         from leadout.engine.serve_plan import make_plan
-        from leadout.engine.serve_settings import ServeSettings
+        from leadout.engine.settings import ServeSettings
 
         plan = make_plan(ServeSettings.resolve(self._settings))
         self._server = server.Server(plan.command, log=self.log, environment=plan.environment)

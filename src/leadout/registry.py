@@ -162,7 +162,7 @@ class Registry:
         try:
             for path in sorted(drafter.iterdir()):
                 if path.is_file() and path.name != MANIFEST:
-                    _copy(path, partial / path.name)
+                    flush_to_disk(shutil.copyfile(path, partial / path.name))
             files = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
             while True:
                 manifest = Manifest(
@@ -261,13 +261,20 @@ class Registry:
     def ledger(self) -> list[LedgerEntry]:
         """All entries, oldest first, without torn lines; empty if there is no ledger."""
         path = self.folder / LEDGER
-        if not path.exists():
-            return []
-        return [
-            entry
-            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1)
-            if (entry := _parse_entry(line, f"{path}, line {number}")) is not None
-        ]
+        entries = []
+        for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), 1):
+            if not line.endswith(b"}"):  # empty or torn
+                continue
+            try:
+                entries.append(LedgerEntry.model_validate_json(line))
+            except ValidationError as problem:
+                if problem.errors()[0]["type"] == "json_invalid":  # torn inside a nested object
+                    continue
+                raise RegistryError(
+                    f"{path}, line {number}: {_first_problem(problem)}. Move the ledger away; a "
+                    "new one will be started."
+                ) from None
+        return entries
 
     def _point_to(self, version: int, reason: str) -> Pointer:
         self.manifest(version)  # raises if there is no such version
@@ -294,24 +301,6 @@ class Registry:
 
     def _mark_path(self, version: int) -> Path:
         return self.folder / MARKS / f"{version:04d}.json"
-
-
-def _parse_entry(line: bytes, where: str) -> LedgerEntry | None:
-    if not line.endswith(b"}"):  # empty or torn
-        return None
-    try:
-        return LedgerEntry.model_validate_json(line)
-    except ValidationError as problem:
-        if problem.errors()[0]["type"] == "json_invalid":  # torn inside a nested object
-            return None
-        raise RegistryError(
-            f"{where}: {_first_problem(problem)}. Move the ledger away; a new one will be started."
-        ) from None
-
-
-def _copy(source: Path, destination: Path) -> None:
-    shutil.copyfile(source, destination)
-    flush_to_disk(destination)
 
 
 def _sha256(path: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from leadout.engine.capture_store import read_info, segment_paths
+from leadout.engine.counters import read_small
 from leadout.engine.rollout import ServedRequests, served_requests_file
 from leadout.engine.settings import (
     CAPTURE,
@@ -20,7 +21,6 @@ from leadout.engine.settings import (
     Section,
     with_section,
 )
-from leadout.engine.small_files import read_small
 from leadout.models import fingerprint
 from leadout.registry import Registry
 from leadout.shards import Sample, read_shard

@@ -11,8 +11,7 @@ import pytest
 
 from leadout.control.tuned_file import Model, write_tuned
 from leadout.engine.serve_plan import Plan, make_plan
-from leadout.engine.serve_settings import ServeSettings
-from leadout.engine.settings import LIVE, SCHEDULER, LiveSettings, read_section
+from leadout.engine.settings import LIVE, SCHEDULER, LiveSettings, ServeSettings, read_section
 from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
 from leadout.settings import SettingsError

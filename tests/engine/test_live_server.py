@@ -12,8 +12,8 @@ import pytest
 
 from leadout.engine.metrics import capture_families
 from leadout.engine.serve_plan import make_plan
-from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import Server
+from leadout.engine.settings import ServeSettings
 from support.ops_files import scraped_metrics
 from support.shared import QUICK_DRAFTER, first_turns
 

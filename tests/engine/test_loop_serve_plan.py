@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from leadout.cli.app import app
 from leadout.engine.capture_store import INFO, CaptureInfo
 from leadout.engine.serve_plan import Plan, make_plan
-from leadout.engine.serve_settings import ServeSettings
-from leadout.engine.settings import SCHEDULER, WORKER_EXTENSION
+from leadout.engine.settings import SCHEDULER, WORKER_EXTENSION, ServeSettings
 from leadout.engine.vllm_flags import (
     PLUGINS,
 )

@@ -20,11 +20,11 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from leadout.engine import metrics
 from leadout.engine.capture import CaptureCounters
+from leadout.engine.counters import small_file, write_small
 from leadout.engine.live import LiveMetrics, live_metrics_file
 from leadout.engine.metrics import AcceptanceWatch
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import Server, server_command
-from leadout.engine.small_files import small_file, write_small
 from support.shared import QUICK_DRAFTER, first_turns
 
 K = 3

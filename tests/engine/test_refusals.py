@@ -13,7 +13,7 @@ from leadout.checkpoints import CheckpointError, write_checkpoint
 from leadout.cli.app import app
 from leadout.engine.pair import UnfitPairError
 from leadout.engine.serve_plan import Plan, make_plan
-from leadout.engine.serve_settings import ServeSettings
+from leadout.engine.settings import ServeSettings
 from leadout.pairing import TargetFacts, read_target
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.faults import (

@@ -13,8 +13,8 @@ import pytest
 from leadout.engine.admin import KEY
 from leadout.engine.capture_store import segment_paths
 from leadout.engine.serve_plan import make_plan
-from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import Server
+from leadout.engine.settings import ServeSettings
 from leadout.registry import MANIFEST, LedgerEntry, Registry
 from leadout.shards import read_shard
 from support.http_load import answer, call, under_load

@@ -12,7 +12,7 @@ import pytest
 from leadout.control.tuned_file import Model, Tuned, read_tuned, write_tuned
 from leadout.engine.calibration import CalibrationRequest, CalibrationResult, calibrate
 from leadout.engine.serve_plan import make_plan
-from leadout.engine.serve_settings import ServeSettings
+from leadout.engine.settings import ServeSettings
 from leadout.models import fingerprint
 from leadout.tune.run import Subject, prepare, summarize
 from leadout.tune.settings import TuneSettings

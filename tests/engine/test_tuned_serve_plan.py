@@ -18,7 +18,7 @@ from leadout.engine.serve_plan import (
     table_up_to,
     tuned_speculation,
 )
-from leadout.engine.serve_settings import ServeSettings
+from leadout.engine.settings import ServeSettings
 from leadout.models import ModelNotFoundError, fingerprint
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter

@@ -14,14 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.registry import (
-    LEDGER,
-    MANIFEST,
-    POINTER,
-    ExpectedAcceptance,
-    Registry,
-    RegistryError,
-)
+from leadout.registry import LEDGER, MANIFEST, POINTER, ExpectedAcceptance, Registry, RegistryError
 from support.drafters import TINY_DRAFTER, write_random_drafter
 
 EXPECTED = ExpectedAcceptance(acceptance_length=2.5, low=2.4, high=2.6, requests=80)
@@ -110,17 +103,17 @@ def test_a_torn_pointer_is_named(registry: Registry) -> None:
 
 
 PUBLISH_AND_DIE = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 from leadout import registry
 
-copy = registry._copy
+copy = shutil.copyfile
 
 def copy_and_die(source, destination):
     copy(source, destination)
     os.kill(os.getpid(), signal.SIGKILL)
 
-registry._copy = copy_and_die
+shutil.copyfile = copy_and_die
 registry.Registry(Path(sys.argv[1])).publish(Path(sys.argv[2]), target_fingerprint="t")
 """
 

@@ -54,7 +54,7 @@ app = typer.Typer(
 )
 app.command(
     "serve",
-    cls=settings_command("leadout.engine.serve_settings:ServeSettings"),
+    cls=settings_command("leadout.engine.settings:ServeSettings"),
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve.serve)
 app.command("tune", cls=settings_command("leadout.tune.settings:TuneSettings"))(tune.tune)

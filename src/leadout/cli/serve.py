@@ -22,7 +22,7 @@ def serve(
 
     require("serve")
 
-    from leadout.engine.serve_settings import ServeSettings
+    from leadout.engine.settings import ServeSettings
 
     settings = settings_of(context, ServeSettings, vllm_flags=tuple(context.args))
     server_environment = dict(os.environ)

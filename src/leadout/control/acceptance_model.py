@@ -70,11 +70,6 @@ class AcceptanceCurve:
         """From the probabilities that draft k is accepted, given that all before it were."""
         return cls.from_survival(list(accumulate(probabilities, mul)))
 
-    @property
-    def max_drafts(self) -> int:
-        """The largest K of the curve."""
-        return len(self.tokens) - 1
-
     def probabilities(self, positions: int) -> list[float]:
         """The inverse of `from_probabilities`; positions beyond the curve are like its last."""
         survival = [self.tokens[k] - self.tokens[k - 1] for k in range(1, len(self.tokens))]
@@ -202,14 +197,9 @@ class AcceptanceModel:
         self._requests: dict[str, _RequestState] = {}
         self._change = Cusum(GLOBAL_SLACK, GLOBAL_THRESHOLD)
         self._version = self._steps_since_update = 0
-        self._probabilities: list[float] = []
+        self.global_probabilities: list[float] = []  # p_j over all requests
         self._global_survival: tuple[float, ...] = ()
         self._update_global()
-
-    @property
-    def global_probabilities(self) -> Sequence[float]:
-        """p_j over all requests."""
-        return self._probabilities
 
     def trials(self, request_id: str) -> float:
         """Decayed number of times that a request's first draft was verified."""
@@ -226,7 +216,7 @@ class AcceptanceModel:
             shrinkage = counts.weight * GLOBAL_SHRINKAGE
             shift, product, survival = 0.0, 1.0, []
             for accepted, trials, probability in zip(
-                counts.accepted, counts.trials, self._probabilities, strict=True
+                counts.accepted, counts.trials, self.global_probabilities, strict=True
             ):
                 expected = min(max(probability + shift, 0.0), 1.0)
                 estimate = (accepted + shrinkage * expected) / (trials + shrinkage)
@@ -276,7 +266,7 @@ class AcceptanceModel:
     def _detects_change(self, step: DecayedCounts) -> bool:
         deviation, variance = 0.0, 0.05
         for probability, accepted, trials in zip(
-            self._probabilities, step.accepted, step.trials, strict=True
+            self.global_probabilities, step.accepted, step.trials, strict=True
         ):
             deviation += accepted - trials * probability
             variance += trials * probability * (1 - probability)
@@ -285,9 +275,9 @@ class AcceptanceModel:
     def _update_global(self) -> None:
         self._version += 1
         self._steps_since_update = 0
-        estimate, self._probabilities = FIRST_PROBABILITY, []
+        estimate, self.global_probabilities = FIRST_PROBABILITY, []
         shrinkage = POSITION_SHRINKAGE * self._counts.weight
         for accepted, trials in zip(self._counts.accepted, self._counts.trials, strict=True):
             estimate = (accepted + shrinkage * estimate) / (trials + shrinkage)
-            self._probabilities.append(estimate)
-        self._global_survival = tuple(accumulate(self._probabilities, mul))
+            self.global_probabilities.append(estimate)
+        self._global_survival = tuple(accumulate(self.global_probabilities, mul))

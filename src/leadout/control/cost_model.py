@@ -1,4 +1,4 @@
-"""Seconds of an engine step: measured cost curves, and a Kalman filter that refines them online.
+"""Seconds of an engine step: measured, refined online, and the drafts that make the most of them.
 
 A step verifies the drafts of the step before and drafts for the next one:
 
@@ -7,14 +7,25 @@ A step verifies the drafts of the step before and drafts for the next one:
 `batch_size` is the number of decoding requests, `drafts` the number of draft tokens verified for
 all of them together, and `k` the number drafted for each of them. `verify(batch_size, 0)` is a step
 without a drafter; `draft(batch_size, 0)` is the cost of keeping the drafter's context up to date
-while nothing is drafted.
+while nothing is drafted. `StepCosts` interpolates measured costs, `StepCostFilter` refines them.
+
+With b requests, K drafted tokens for each and v_i verified drafts of request i, a step yields
+
+    tokens / seconds = (b + Σ_i Σ_{j ≤ v_i} S_i(j)) / (verify(b, Σ_i v_i) + draft(b, K))
+
+where S_i(j) is the probability that the first j drafts of request i are all accepted (its survival
+function). Every verified draft adds its own S_i(j), independently of the others, and S_i falls with
+j. So the best n drafts of a batch are simply those with the n highest survival probabilities, and
+they always are the first drafts of their requests.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import truediv
 
 from leadout.errors import LeadoutError
 
@@ -40,27 +51,20 @@ class PiecewiseLinear:
         left = right - 1
         fraction = (x - self.xs[left]) / (self.xs[right] - self.xs[left])
         # Extrapolating a noisy segment must not lead below zero, nor below the points themselves.
-        return max(
-            self.ys[left] + fraction * (self.ys[right] - self.ys[left]),
-            min(self.ys),
-        )
+        return max(self.ys[left] + fraction * (self.ys[right] - self.ys[left]), min(self.ys))
 
 
 _Curves = tuple[tuple[int, PiecewiseLinear], ...]  # by batch size, ascending
 
 
-@dataclass(frozen=True, slots=True)
 class StepCosts:
     """Measured seconds: `verify[batch_size][drafts of one request]`, `draft[batch_size][k]`."""
 
-    verify: Mapping[int, Mapping[int, float]]
-    draft: Mapping[int, Mapping[int, float]]
-    _verify: _Curves = field(init=False, repr=False, compare=False)
-    _draft: _Curves = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_verify", _curves(self.verify))
-        object.__setattr__(self, "_draft", _curves(self.draft))
+    def __init__(
+        self, verify: Mapping[int, Mapping[int, float]], draft: Mapping[int, Mapping[int, float]]
+    ) -> None:
+        self.verify, self.draft = verify, draft
+        self._verify, self._draft = _curves(verify), _curves(draft)
 
     def bare_seconds(self, batch_size: int) -> float:
         """A step of an engine without a drafter."""
@@ -89,34 +93,78 @@ def _interpolate(curves: _Curves, batch_size: int, x: float) -> float:
     return PiecewiseLinear.through({size: curve(x) for size, curve in curves})(batch_size)
 
 
-@dataclass(frozen=True, slots=True)
 class StepCostTable:
     """Seconds of a step at one batch size, tabulated for the optimisation of every step.
 
     `verify[i]`: the target's pass with i * `stride` drafts in all; `draft[k]`: drafting k tokens
-    for every request; `step[k][i]`: both together.
+    for every request; `step[k][i]`: both together; `baseline`: a step that neither verifies nor
+    drafts, but keeps the drafter's context up to date.
     """
 
-    batch_size: int
-    stride: int
-    verify: tuple[float, ...]
-    draft: tuple[float, ...]
-    step: tuple[tuple[float, ...], ...]
+    def __init__(
+        self, batch_size: int, stride: int, verify: Sequence[float], draft: Sequence[float]
+    ) -> None:
+        self.batch_size, self.stride = batch_size, stride
+        self.verify, self.draft = verify, draft
+        self.step = [[verifying + drafting for verifying in verify] for drafting in draft]
+        self.baseline = self.step[0][0]
 
-    @classmethod
-    def build(
-        cls, batch_size: int, stride: int, verify: Sequence[float], draft: Sequence[float]
-    ) -> StepCostTable:
-        step = tuple(
-            tuple(verify_seconds + draft_seconds for verify_seconds in verify)
-            for draft_seconds in draft
-        )
-        return cls(batch_size, stride, tuple(verify), tuple(draft), step)
 
-    @property
-    def baseline(self) -> float:
-        """A step that neither verifies nor drafts, but keeps the drafter's context up to date."""
-        return self.step[0][0]
+Survival = Sequence[float]  # [j]: probability that drafts 1 to j + 1 are all accepted
+
+
+def throughput_by_k(
+    survivals: Sequence[Survival], limits: Sequence[int], costs: StepCostTable
+) -> list[float]:
+    """The highest tokens per second for each K, if every step drafts K and verifies the best.
+
+    `limits[i]` is the maximum number of drafts of request i.
+    """
+    found = [costs.batch_size / costs.baseline]
+    candidates: list[float] = []
+    for k in range(1, len(costs.draft)):
+        candidates += [
+            survival[k - 1] for survival, limit in zip(survivals, limits, strict=True) if limit >= k
+        ]
+        candidates.sort(reverse=True)
+        tokens = list(accumulate(candidates, initial=float(costs.batch_size)))
+        found.append(max(map(truediv, tokens[:: costs.stride], costs.step[k])))
+    return found
+
+
+def min_worthwhile_survival(
+    survivals: Sequence[Survival], limits: Sequence[int], costs: StepCostTable, rate: float
+) -> float:
+    """The survival probability from which on a draft is worth verifying.
+
+    Time is valued at `rate`, the tokens per second of the whole: maximises
+    Σ S_i(j) - rate * verify(n) over the number n of verified drafts.
+    """
+    candidates: list[float] = []
+    for survival, limit in zip(survivals, limits, strict=True):
+        candidates += survival[:limit]
+    candidates.sort(reverse=True)
+    tokens = list(accumulate(candidates, initial=0.0))[:: costs.stride]
+    # The table is shorter than the candidates only if a request has more drafts than can be made.
+    values = [gained - rate * spent for gained, spent in zip(tokens, costs.verify, strict=False)]
+    best = values.index(max(values))
+    # The marginal cost of one more draft: drafts that are not among these candidates may pay it.
+    next_ = min(best, len(costs.verify) - 2)
+    marginal = rate * (costs.verify[next_ + 1] - costs.verify[next_]) / costs.stride
+    return min(marginal, candidates[best * costs.stride - 1]) if best else marginal
+
+
+def drafts_to_verify(
+    survivals: Sequence[Survival], limits: Sequence[int], min_survival: float
+) -> list[int]:
+    """For each request, the number of leading drafts with at least `min_survival`."""
+    found = []
+    for survival, limit in zip(survivals, limits, strict=True):
+        count = 0
+        while count < limit and survival[count] >= min_survival:
+            count += 1
+        found.append(count)
+    return found
 
 
 TABLE_POINTS = 8  # at most, between one verified draft per request and the next
@@ -195,13 +243,8 @@ class StepCostFilter:
         if seconds <= 0:
             raise ValueError(f"a step took {seconds} s, expected more than 0")
         if self._scale is None:
-            relative = (
-                1
-                + PRIOR_REQUEST * batch_size
-                + PRIOR_VERIFY * drafts
-                + _prior_drafting(batch_size, k)
-            )
-            self._scale = seconds / relative
+            relative = 1 + PRIOR_REQUEST * batch_size + PRIOR_VERIFY * drafts
+            self._scale = seconds / (relative + _prior_drafting(batch_size, k))
             self._reset_covariance(self._scale)
         self._steps += 1
         features = _features(batch_size, drafts, k)
@@ -260,7 +303,7 @@ class StepCostFilter:
             _at(from_first, drafts / batch_size)
             for drafts in range(stride, batch_size * self._max_drafts + 1, stride)
         ]
-        return StepCostTable.build(batch_size, stride, verify, draft)
+        return StepCostTable(batch_size, stride, verify, draft)
 
     def _prior_curves(self, batch_size: int) -> tuple[list[float], list[float]]:
         """Prior means of verifying, by drafts per request, and of drafting, by k."""

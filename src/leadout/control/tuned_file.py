@@ -73,11 +73,6 @@ class Table:
     break_even: float | None  # batch size at which the best K stops gaining; None: not measured
 
     @property
-    def is_bare(self) -> bool:
-        """Nothing is ever drafted, so the server should run without the drafter."""
-        return all(choice.k == 0 for choice in self.choices)
-
-    @property
     def loses_above(self) -> int | None:
         """The largest batch size with a significant gain; None if it is the last one measured."""
         gaining = [choice.batch for choice in self.choices if choice.gains]
@@ -100,7 +95,7 @@ def choose_table(measured: Speedups, max_batch: int) -> Table:
     sizes that do not gain get the K that loses least on a server with the drafter.
     """
     speedups = speedups_at(measured, max_batch)
-    gaining = {batch: _fastest_gaining(by_k) for batch, by_k in speedups.items()}
+    gaining = {batch: _best_above(1, by_k) for batch, by_k in speedups.items()}
     if not any(gaining.values()):
         nothing = Interval(value=1.0, low=1.0, high=1.0)
         choices = [Choice(batch, 0, nothing) for batch in speedups]
@@ -108,43 +103,33 @@ def choose_table(measured: Speedups, max_batch: int) -> Table:
         choices = [
             Choice(batch, k, by_k[k])
             for batch, by_k in speedups.items()
-            for k in (gaining[batch] or _smallest_loss(by_k),)
+            for k in (gaining[batch] or _best_above(by_k[0].value, by_k),)
         ]
     return Table(tuple(choices), _break_even(speedups))
 
 
 def speedups_at(measured: Speedups, max_batch: int) -> dict[int, dict[int, Interval]]:
-    """For every batch size from 1 on."""
-    return {batch: _interpolate(measured, batch) for batch in range(1, max_batch + 1)}
-
-
-def _interpolate(measured: Speedups, batch: int) -> dict[int, Interval]:
-    """Linear between the measured batch sizes, for each K that all of them have."""
+    """For every batch size from 1 on and each K that all measured batch sizes have; linear."""
     common = sorted(set.intersection(*(set(by_k) for by_k in measured.values())))
 
-    def at(k: int, edge: str) -> float:
+    def at(batch: int, k: int, edge: str) -> float:
         points = {size: getattr(by_k[k], edge) for size, by_k in measured.items()}
         return PiecewiseLinear.through(points)(batch)
 
-    return {k: Interval(value=at(k, "value"), low=at(k, "low"), high=at(k, "high")) for k in common}
+    return {
+        batch: {
+            k: Interval(**{edge: at(batch, k, edge) for edge in ("value", "low", "high")})
+            for k in common
+        }
+        for batch in range(1, max_batch + 1)
+    }
 
 
-def _fastest_gaining(speedups: Mapping[int, Interval]) -> int:
-    """The best K with a significant gain; 0 for none."""
-    return _smallest_near_best({k: s for k, s in speedups.items() if k > 0 and s.low > 1})
-
-
-def _smallest_loss(speedups: Mapping[int, Interval]) -> int:
-    """0, unless some K is significantly faster than K = 0."""
-    idle = speedups[0].value
-    return _smallest_near_best({k: s for k, s in speedups.items() if k > 0 and s.low > idle})
-
-
-def _smallest_near_best(candidates: Mapping[int, Interval]) -> int:
-    if not candidates:
-        return 0
-    best = max(speedup.value for speedup in candidates.values())
-    return min(k for k, s in candidates.items() if s.value >= best * (1 - NEARLY_EQUAL))
+def _best_above(threshold: float, speedups: Mapping[int, Interval]) -> int:
+    """The smallest K close to the best of those significantly above the threshold; 0 for none."""
+    above = {k: s.value for k, s in speedups.items() if k > 0 and s.low > threshold}
+    best = max(above.values(), default=0.0)
+    return min((k for k, value in above.items() if value >= best * (1 - NEARLY_EQUAL)), default=0)
 
 
 def _break_even(speedups: Speedups) -> float | None:
@@ -251,9 +236,7 @@ class Tuned(_Part):
 
 
 def _values(curves: CostCurves) -> dict[int, dict[int, float]]:
-    return {
-        batch: {x: found.value for x, found in curve.items()} for batch, curve in curves.items()
-    }
+    return {batch: {x: y.value for x, y in curve.items()} for batch, curve in curves.items()}
 
 
 def write_tuned(tuned: Tuned, path: Path) -> None:

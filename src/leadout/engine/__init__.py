@@ -6,16 +6,15 @@ Inside vLLM's processes
 - `scheduler`: Leadout's schedulers, which attach the features below to each step
 - `live`: connects the schedulers with the draft-length policy
 - `fail_safe`: switches a feature off after its first error
-- `sliding_window`: counts over the last minute
 - `capture`, `capture_store`: keep the token ids of finished requests
 - `rollout`, `hot_swap`: follow a registry and replace the drafter of a running server
 - `admin`: HTTP endpoints for swaps and status
 - `metrics`: Prometheus metrics of drafting
-- `settings`: the settings of these features in vLLM's `additional_config`
-- `fail_safe`, `sliding_window`, `small_files`: what the features share
+- `counters`: sums over the last minute, carried from the engine process to the API process
 
 Starting a server
-- `serve_settings`, `serve_plan`: from `leadout serve` to the command of a vLLM server
+- `settings`: of `leadout serve`, and of the features above in vLLM's `additional_config`
+- `serve_plan`: from `leadout serve` to the command of a vLLM server
 - `vllm_flags`: parses the user's vLLM flags, makes those of Leadout's features
 - `pair`: applies the pairing rules to a vLLM config
 - `server`: a vLLM server as a context manager

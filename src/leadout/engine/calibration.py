@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, cycle, repeat
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from leadout.engine.child_process import Report, answer_requests, run_module
+from leadout.engine.child_process import Message, Report, answer_requests, run_module
 from leadout.engine.offline import TextEngine, TextRequest
+from leadout.engine.vllm_adapter import model_runner
 
 # Steps per turn; the first one is not timed, as the caches are full of the other engine's data.
 BARE_STEPS, DRAFTING_STEPS = 4, 7
@@ -27,17 +26,13 @@ GPU_SHARE = 0.45
 MIN_BATCHED_TOKENS = 2048
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RoundRequest(_Message):
+class RoundRequest(Message):
     batch: int
     k: int
     prompts: list[int]  # indices, as many as `batch`
 
 
-class CalibrationRequest(_Message):
+class CalibrationRequest(Message):
     target: str
     drafter: str
     draft_tokens: int  # the largest K
@@ -52,34 +47,34 @@ class CalibrationRequest(_Message):
         return max(each.batch for each in self.rounds)
 
 
-class StepTime(_Message):
+class StepTime(Message):
     verified: int  # drafts per request
     drafted: int  # per request
     seconds: float
 
 
-class Turn(_Message):
+class Turn(Message):
     """Steps of both engines within a second or so of each other."""
 
     bare: list[float]  # seconds
     steps: list[StepTime]
 
 
-class Gained(_Message):
+class Gained(Message):
     """Tokens that one request gained in each step that verified K drafts."""
 
     prompt: int
     tokens: list[int]
 
 
-class Prefill(_Message):
+class Prefill(Message):
     """A step that only processed prompts."""
 
     tokens: int
     seconds: float
 
 
-class RoundResult(_Message):
+class RoundResult(Message):
     batch: int
     k: int
     turns: list[Turn]
@@ -88,7 +83,7 @@ class RoundResult(_Message):
     prefill_drafting: list[Prefill]
 
 
-class CalibrationResult(_Message):
+class CalibrationResult(Message):
     runner: Literal["V1", "V2"]
     dtype: str
     rounds: list[RoundResult]
@@ -121,10 +116,6 @@ class TimedEngine(TextEngine):
     def scheduler(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core.scheduler
 
-    @property
-    def config(self) -> Any:
-        return self._llm.llm_engine.vllm_config
-
     def timed_step(self) -> tuple[float, Any]:
         """Seconds of one step, and the scheduler's record of it."""
         began = time.perf_counter()
@@ -147,7 +138,7 @@ class TimedEngine(TextEngine):
     def abort(self) -> None:
         """Abort the requests that `begin` submitted."""
         self._llm.llm_engine.abort_request(self._ids)
-        self._running = 0
+        self.running = 0
 
 
 def calibrate(request: CalibrationRequest, report: Report) -> CalibrationResult:
@@ -166,9 +157,9 @@ def _calibrate_here(request: CalibrationRequest, report: Report) -> CalibrationR
     for each in request.rounds:
         results.append(_Round(bare, drafting, request, each).run())
         report(f"batch size {each.batch}, K = {each.k}")
-    config = drafting.config
+    config = drafting.scheduler.vllm_config
     return CalibrationResult(
-        runner="V2" if config.use_v2_model_runner else "V1",
+        runner=model_runner(config),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         rounds=results,
     )
@@ -187,8 +178,7 @@ class _Round:
         request: CalibrationRequest,
         settings: RoundRequest,
     ) -> None:
-        self._bare, self._drafting = bare, drafting
-        self._settings = settings
+        self._bare, self._drafting, self._settings = bare, drafting, settings
         self._prompts = [(number, request.prompts[number]) for number in settings.prompts]
         # Without drafts all steps are alike and there is no acceptance to measure.
         self._tokens = request.tokens if settings.k else request.tokens // 2

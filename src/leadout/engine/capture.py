@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm.v1.request import RequestStatus
 
 from leadout.engine.capture_store import SOURCE, SegmentWriter, info_of_target, sample_id
+from leadout.engine.counters import small_file, write_small
 from leadout.engine.fail_safe import FailSafe, LimitedLog
 from leadout.engine.settings import (
     CAPTURE,
@@ -30,7 +31,6 @@ from leadout.engine.settings import (
     load_redactor,
     read_section,
 )
-from leadout.engine.small_files import small_file, write_small
 from leadout.shards import Sample, ShardError
 
 REQUEST_ARGUMENT = "leadout_capture"  # in a request's `vllm_xargs`
@@ -75,9 +75,7 @@ class Capture:
         self, writer: SegmentWriter, *, rate: float, redact: Redactor, counters_path: Path
     ) -> None:
         self.counters = CaptureCounters()
-        self._writer = writer
-        self._rate = rate
-        self._redact = redact
+        self._writer, self._rate, self._redact = writer, rate, redact
         self._counters_path = counters_path
         self._queue: Queue[FinishedRequest | None] = Queue(MAX_QUEUED)  # None ends the thread
         self._retry_at = 0.0
@@ -224,9 +222,7 @@ def finished_request(request: Any) -> FinishedRequest | None:
         return None
     if (params.extra_args or {}).get(REQUEST_ARGUMENT, ON) != ON:
         return None
-    response = list(request.output_token_ids)
+    prompt, response = request.prompt_token_ids, list(request.output_token_ids)
     if not response:
         return None
-    return FinishedRequest(
-        request.request_id, request.prompt_token_ids, response, params.temperature
-    )
+    return FinishedRequest(request.request_id, prompt, response, params.temperature)

@@ -102,18 +102,11 @@ class SegmentWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        info: Callable[[], CaptureInfo],
-        *,
-        max_bytes: int,
-        max_seconds: float,
+        self, folder: Path, info: Callable[[], CaptureInfo], *, max_bytes: int, max_seconds: float
     ) -> None:
         """`info` is called with the first sample: a target's fingerprint takes time."""
-        self._folder = folder
-        self._info = info
-        self._max_bytes = max_bytes
-        self._max_seconds = max_seconds
+        self._folder, self._info = folder, info
+        self._max_bytes, self._max_seconds = max_bytes, max_seconds
         self._segment_bytes = min(MAX_SEGMENT_BYTES, max_bytes // MIN_SEGMENTS_PER_LIMIT)
         self._segment_seconds = min(MAX_SEGMENT_SECONDS, max_seconds / MIN_SEGMENTS_PER_LIMIT)
         self._segment: _Segment | None = None

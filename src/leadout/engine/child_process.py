@@ -26,19 +26,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from leadout.errors import LeadoutError
 
 LOG_TAIL_LINES = 40
 EXIT_SECONDS = 30.0  # for a child to exit after its last request
 # Set by torchrun; vLLM would take the trainer's ranks and rendezvous address for its own.
-_TORCHRUN_VARIABLES = (
-    *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
-)
+_TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # Replies of a child, one per line: the kind, a space, then text (progress) or JSON.
 _RESULT, _PROGRESS, _ERROR = "result", "progress", "error"
 
@@ -49,6 +47,12 @@ Result = TypeVar("Result", bound=BaseModel)
 
 class EngineError(LeadoutError):
     """vLLM did not start, refused its input or died; the message names the reason or the log."""
+
+
+class Message(BaseModel):
+    """Base of requests to a child process and of its results."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def ignore_progress(_: str) -> None:
@@ -70,7 +74,7 @@ class Child:
         self._environment = {
             name: value
             for name, value in {**os.environ, **(environment or {})}.items()
-            if not name.startswith(_TORCHRUN_VARIABLES)
+            if not name.startswith(_TORCHRUN)
         }
         self._temporary_log: Path | None = None
         self._is_dead = False
@@ -94,12 +98,7 @@ class Child:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None and not self._is_dead:
                 self._close()
@@ -131,8 +130,9 @@ class Child:
                 if kind == _RESULT:
                     return result.model_validate_json(text)
                 if kind == _ERROR:
-                    error = EngineError(json.loads(text)["message"])
-                    error.exit_code = json.loads(text)["exit_code"]
+                    sent = json.loads(text)
+                    error = EngineError(sent["message"])
+                    error.exit_code = sent["exit_code"]
                     raise error
                 report(text.strip())
         except BrokenPipeError:
@@ -172,7 +172,8 @@ def answer_requests(request: type[Request], answer: Callable[[Request, Report], 
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # prints of vLLM and of its libraries go into the log
-    _end_with_parent()
+    # A parent that died before this call has closed the pipe with the requests.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def send(kind: str, text: str) -> None:
         replies.write(f"{kind} {text}\n")
@@ -234,28 +235,13 @@ def _stop_with_descendants(child: subprocess.Popen[bytes]) -> None:
             child.wait()
     while remaining := descendants(os.getpid()):
         for pid in remaining:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        _reap()
+        # Adopted children that have ended would stay as zombies.
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(POLL_SECONDS)
-
-
-def _reap() -> None:
-    """Collect adopted children that have ended, so that they do not stay as zombies."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-
-
-def _end_with_parent() -> None:
-    # A parent that died before this call has closed the pipe with the requests.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,48 +53,37 @@ class RecordedText:
 def write_texts(texts: Sequence[RecordedText], path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for number, text in enumerate(texts):
-        context = text.context
         tensors[f"{number}.tokens"] = text.tokens
-        for name in ("positions", "states", "features"):
-            tensors[f"{number}.{name}"] = getattr(context, name)
-        for layer, (keys, values) in enumerate(zip(context.keys, context.values, strict=True)):
-            tensors[f"{number}.keys.{layer}"] = keys
-            tensors[f"{number}.values.{layer}"] = values
+        tensors |= _named(f"{number}", text.context)
         for place, block in enumerate(text.blocks):
-            prefix = f"{number}.block.{place}"
-            for name in ("anchor", "drafts", "final", "logits"):
-                tensors[f"{prefix}.{name}"] = getattr(block, name)
-            for layer, hidden in enumerate(block.hidden):
-                tensors[f"{prefix}.hidden.{layer}"] = hidden
+            tensors |= _named(f"{number}.block.{place}", block)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
+def _named(prefix: str, record: RecordedContext | RecordedBlock) -> dict[str, Tensor]:
+    """Tensors by the names of their fields; those of a list, one per layer, are numbered."""
+    named: dict[str, Tensor] = {}
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if isinstance(value, Tensor):
+            named[f"{prefix}.{each.name}"] = value
+        else:
+            named |= {f"{prefix}.{each.name}.{layer}": part for layer, part in enumerate(value)}
+    return named
+
+
 def read_texts(path: Path) -> list[RecordedText]:
-    whole = _Names(load_file(path))
-    return [_text(part) for part in whole.numbered("")]
+    return [
+        RecordedText(
+            part["tokens"],
+            part.record(RecordedContext),
+            [block.record(RecordedBlock) for block in part.numbered("block.")],
+        )
+        for part in _Names(load_file(path)).numbered("")
+    ]
 
 
-def _text(part: _Names) -> RecordedText:
-    return RecordedText(
-        tokens=part["tokens"],
-        context=RecordedContext(
-            part["positions"],
-            part["states"],
-            part["features"],
-            part.listed("keys"),
-            part.listed("values"),
-        ),
-        blocks=[
-            RecordedBlock(
-                block["anchor"],
-                block["drafts"],
-                block.listed("hidden"),
-                block["final"],
-                block["logits"],
-            )
-            for block in part.numbered("block.")
-        ],
-    )
+_Record = TypeVar("_Record", RecordedContext, RecordedBlock)
 
 
 class _Names(dict[str, Tensor]):
@@ -110,9 +99,13 @@ class _Names(dict[str, Tensor]):
         count = len({name.partition(".")[0] for name in inside})
         return [inside.under(f"{number}.") for number in range(count)]
 
-    def listed(self, name: str) -> list[Tensor]:
-        inside = self.under(f"{name}.")
-        return [inside[str(number)] for number in range(len(inside))]
+    def record(self, kind: type[_Record]) -> _Record:
+        found: dict[str, Any] = {}
+        for each in fields(kind):
+            layers = self.under(f"{each.name}.")
+            listed = [layers[str(number)] for number in range(len(layers))]
+            found[each.name] = self.get(each.name, listed)
+        return kind(**found)
 
 
 @dataclass

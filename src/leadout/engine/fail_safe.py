@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
 from leadout.engine.plugin import SWITCH
 
@@ -39,12 +38,7 @@ class FailSafe:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         if not isinstance(error, Exception):
             return False  # no error, or one that ends the process
         if self.is_on:

@@ -77,7 +77,11 @@ class Swapper:
             results = await self._engine.collective_rpc("leadout_commit", args=(version,))
             errors = _errors(results)
             if errors:
-                await self._undo()
+                undone = _errors(await self._engine.collective_rpc("leadout_undo"))
+                if undone:
+                    raise SwapFailedError(
+                        f"the previous drafter could not be loaded again: {undone[0]}"
+                    )
                 raise SwapRefusedError(f"version {version} could not be loaded: {errors[0]}")
         finally:
             await self._engine.collective_rpc("leadout_end")
@@ -103,11 +107,6 @@ class Swapper:
             await asyncio.sleep(POLL_SECONDS)
         if len({state["digest"] for state in states}) != 1:
             raise SwapRefusedError(f"the workers read different files of version {version}")
-
-    async def _undo(self) -> None:
-        errors = _errors(await self._engine.collective_rpc("leadout_undo"))
-        if errors:
-            raise SwapFailedError(f"the previous drafter could not be loaded again: {errors[0]}")
 
 
 def _errors(results: list[dict[str, Any]]) -> list[str]:
@@ -152,10 +151,8 @@ def load_version(
     return LoadedVersion(version, load_weights(checkpoint), digest)
 
 
-@lru_cache
-def _fingerprint(target: Path) -> str:
-    """Computed once per process: the files of a served target do not change."""
-    return fingerprint(target)
+# Computed once per process: the files of a served target do not change.
+_fingerprint = lru_cache(fingerprint)
 
 
 class SwapExtension:
@@ -196,8 +193,7 @@ class SwapExtension:
         self._leadout_reader = None
 
     def _leadout_replace(self, loaded: LoadedVersion) -> dict[str, Any]:
-        started = time.perf_counter()
-        error = None
+        started, error = time.perf_counter(), None
         try:
             replace_weights(self, loaded.weights)
         except Exception as problem:

@@ -19,8 +19,13 @@ from pydantic import BaseModel, ConfigDict
 from leadout.control.acceptance_model import DraftOutcome
 from leadout.control.policy import Decision, DecodingRequest, Policy
 from leadout.control.prompt_lookup import PromptLookup
-from leadout.engine.sliding_window import WINDOW_SECONDS, SlidingWindow
-from leadout.engine.small_files import read_small, small_file, write_small
+from leadout.engine.counters import (
+    WINDOW_SECONDS,
+    SlidingWindow,
+    read_small,
+    small_file,
+    write_small,
+)
 
 DRAFT_OPTION = "leadout_draft"  # in a request's `vllm_xargs`
 OFF = "off"
@@ -137,11 +142,8 @@ class LiveControl:
         min_match: int = 0,
     ) -> None:
         """`min_match` is that of prompt lookup; 0 switches it off."""
-        self._policy = policy
-        self._max_drafts = max_drafts
-        self._metrics_path = metrics_path
-        self._log = log
-        self._min_match = min_match
+        self._policy, self._max_drafts, self._min_match = policy, max_drafts, min_match
+        self._metrics_path, self._log = metrics_path, log
         self._lookups: dict[str, PromptLookup] = {}
         self._limits: dict[str, int] = {}
         self._window: SlidingWindow[str] = SlidingWindow()
@@ -157,11 +159,8 @@ class LiveControl:
             limit = self._limit(request)
             proposal = self._look_up(request) if limit else []
             proposals.append(proposal)
-            decoding.append(
-                DecodingRequest(
-                    request.request_id, len(request.spec_token_ids), limit, len(proposal)
-                )
-            )
+            available = len(request.spec_token_ids)
+            decoding.append(DecodingRequest(request.request_id, available, limit, len(proposal)))
         decision = self._policy.decide(decoding)
         chosen = []
         for request, count, proposal, use_lookup in zip(
@@ -216,10 +215,9 @@ class LiveControl:
         if known is not None:
             return known
         parameters = request.sampling_params
+        options = None if parameters is None else parameters.extra_args
         try:
-            limit = draft_limit(
-                None if parameters is None else parameters.extra_args, self._max_drafts
-            )
+            limit = draft_limit(options, self._max_drafts)
         except ValueError as problem:
             limit = self._max_drafts
             if not self._has_logged_bad_option:
@@ -231,10 +229,9 @@ class LiveControl:
     def _look_up(self, request: Any) -> list[int]:
         if not self._min_match:
             return []
-        lookup = self._lookups.get(request.request_id)
-        if lookup is None:
-            lookup = self._lookups[request.request_id] = PromptLookup(self._min_match)
-        return lookup.propose(request.all_token_ids, self._max_drafts)
+        if request.request_id not in self._lookups:
+            self._lookups[request.request_id] = PromptLookup(self._min_match)
+        return self._lookups[request.request_id].propose(request.all_token_ids, self._max_drafts)
 
     def _record(self, step: Step, outcomes: Sequence[DraftOutcome]) -> None:
         now = time.monotonic()

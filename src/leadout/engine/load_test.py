@@ -10,16 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from leadout.engine.child_process import Child, EngineError, Report, answer_requests
+from leadout.engine.child_process import Child, EngineError, Message, Report, answer_requests
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class LoadRequest(_Message):
+class LoadRequest(Message):
     """Greedy chat requests with the first prompts of a file, at most `concurrency` at a time."""
 
     url: str
@@ -29,7 +23,7 @@ class LoadRequest(_Message):
     output_tokens: int  # of every request: the end-of-text token is ignored
 
 
-class Drafting(_Message):
+class Drafting(Message):
     """The server's speculation counters over the load; steps without drafts do not count."""
 
     drafts: int  # blocks, one per request and step
@@ -42,7 +36,7 @@ class Drafting(_Message):
         return 1 + self.accepted / self.drafts
 
 
-class LoadResult(_Message):
+class LoadResult(Message):
     """What the generator measured; times in seconds, lists by request."""
 
     requests: int

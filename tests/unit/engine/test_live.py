@@ -11,6 +11,7 @@ from control_simulator.traffic import MACHINES
 from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome
 from leadout.control.policy import Policy
 from leadout.engine import live
+from leadout.engine.counters import write_small
 from leadout.engine.live import (
     LiveControl,
     LiveMetrics,
@@ -18,7 +19,6 @@ from leadout.engine.live import (
     live_metrics_file,
     read_live_metrics,
 )
-from leadout.engine.small_files import write_small
 
 MAX_DRAFTS = 4
 COSTS = MACHINES["cpu"]()

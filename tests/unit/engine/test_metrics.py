@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from leadout.engine.counters import write_small
 from leadout.engine.live import LiveMetrics
 from leadout.engine.metrics import (
     LIVE_GAUGES,
@@ -17,7 +18,6 @@ from leadout.engine.metrics import (
     add_live_metrics,
     live_families,
 )
-from leadout.engine.small_files import write_small
 
 BREAK_EVEN, MINUTES = 1.1, 3.0
 GOOD, BAD = 1.5, 1.0
@@ -31,9 +31,9 @@ def test_without_drafts_there_is_no_acceptance() -> None:
 
 def test_acceptance_is_averaged_over_all_drafts_of_the_window() -> None:
     window = AcceptanceWindow()
-    window.add(10.2, drafts=3, draft_tokens=9, accepted=4, accepted_per_position=[2, 1, 1])
-    window.add(10.9, drafts=1, draft_tokens=3, accepted=3, accepted_per_position=[1, 1, 1])
-    window.add(40.0, drafts=4, draft_tokens=12, accepted=1, accepted_per_position=[1, 0, 0])
+    window.add_drafts(10.2, drafts=3, draft_tokens=9, accepted=4, by_position=[2, 1, 1])
+    window.add_drafts(10.9, drafts=1, draft_tokens=3, accepted=3, by_position=[1, 1, 1])
+    window.add_drafts(40.0, drafts=4, draft_tokens=12, accepted=1, by_position=[1, 0, 0])
     assert window.acceptance_length(41.0) == 1 + 8 / 8
     assert window.acceptance_per_position(41.0) == [4 / 8, 2 / 8, 2 / 8]
 
@@ -50,8 +50,8 @@ def test_acceptance_is_averaged_over_all_drafts_of_the_window() -> None:
 )
 def test_a_second_expires_after_a_minute(now: float, expected: float | None) -> None:
     window = AcceptanceWindow()
-    window.add(0.5, drafts=1, draft_tokens=3, accepted=3, accepted_per_position=[1, 1, 1])
-    window.add(29.0, drafts=2, draft_tokens=6, accepted=1, accepted_per_position=[1, 0, 0])
+    window.add_drafts(0.5, drafts=1, draft_tokens=3, accepted=3, by_position=[1, 1, 1])
+    window.add_drafts(29.0, drafts=2, draft_tokens=6, accepted=1, by_position=[1, 0, 0])
     assert window.acceptance_length(now) == expected
     assert (window.acceptance_per_position(now) == []) is (expected is None)
 
@@ -69,7 +69,7 @@ class Traffic:
         for _ in range(seconds):
             self.now += 1
             accepted = round(drafts * (acceptance_length - 1))
-            self.window.add(self.now, drafts, 3 * drafts, accepted, [accepted, 0, 0])
+            self.window.add_drafts(self.now, drafts, 3 * drafts, accepted, [accepted, 0, 0])
             warning = self.warning.observe(self.now, self.window)
             if warning is not None:
                 self.warnings.append((self.now - 1000.0, warning))

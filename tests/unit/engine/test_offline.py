@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from leadout.engine.child_process import EngineError
-from leadout.engine.offline import (
-    SessionRequest,
-    SessionResult,
-    SetRun,
-    run_session,
-)
+from leadout.engine.offline import SessionRequest, SessionResult, SetRun, run_session
 
 REQUEST = SessionRequest(
     target="t", drafter="d", draft_tokens=3, prompts={"s": [[1, 2]]}, max_tokens=4, max_length=64

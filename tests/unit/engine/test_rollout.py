@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from leadout.control.rollback import Tally
+from leadout.engine.counters import write_small
 from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
 from leadout.engine.rollout import Follower, ServedRequests, ServingDrafter
-from leadout.engine.small_files import write_small
 from leadout.registry import POINTER, Registry
 from support.models import tiny_llama
 from support.two_workers import TwoWorkers

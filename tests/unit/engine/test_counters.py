@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from leadout.engine.sliding_window import SlidingWindow
+from leadout.engine.counters import SlidingWindow
 
 
 @pytest.mark.parametrize(
