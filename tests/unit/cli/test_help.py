@@ -8,7 +8,7 @@ from leadout.cli.app import app
 from leadout.cli.options import NEEDS
 
 
-def test_help_answers_in_in_under_0_8_seconds() -> None:
+def test_help_answers_in_under_0_8_seconds() -> None:
     # Processor time of the command in a fresh process: other work on the machine does not count.
     command = [sys.executable, "-c", "from leadout.cli.app import main; main()", "--help"]
     durations = []
