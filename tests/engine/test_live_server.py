@@ -70,7 +70,7 @@ def test_live_control_is_seen_and_steered_from_outside(server: Server) -> None:
     assert 0 <= shown["leadout:skipped_drafts"] <= 1
     assert shown["leadout:estimated_gain"] >= 1
     log = server.log.read_text()
-    assert log.count("found 'what', wanted 'off' or a whole number") == 1
+    assert log.count("is 'what', expected 'off' or an integer") == 1
     assert "live control is off" not in log
 
 
