@@ -24,7 +24,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except LeadoutError as problem:
-            typer.echo(f"error: {problem}", err=True)
+            label = "leadout" if problem.exit_code == INTERRUPTED else "error"
+            typer.echo(f"{label}: {problem}", err=True)
             raise typer.Exit(problem.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("leadout: stopped by Ctrl-C.", err=True)

@@ -121,7 +121,8 @@ def _parameter(model: "type[Settings]", name: str, field: "FieldInfo") -> inspec
         return None
     kind, inner = _typer_kind(field.annotation)
     text = field.description or ""
-    if field.default not in (None, (), False) and not field.is_required():
+    is_shown = field.default is not None and field.default is not False and field.default != ()
+    if is_shown and not field.is_required():
         text += f" [default: {_listed(field.default)}]"
     metavar = extra.get("metavar") or (
         None if get_origin(inner) is Literal else _METAVARS.get(getattr(inner, "__name__", ""))
