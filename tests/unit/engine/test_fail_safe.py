@@ -1,7 +1,6 @@
 """Parts that fail are switched off with one log line; repeated problems are logged rarely."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -9,26 +8,8 @@ from leadout.engine import fail_safe as fail_safe_module
 from leadout.engine.fail_safe import FailSafe, LimitedLog
 
 
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What is logged, however vLLM or an earlier test has configured its loggers."""
-    found: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    logger = logging.getLogger("vllm.leadout")
-    before = logger.handlers, logger.propagate, logger.level, logger.disabled
-    logger.handlers, logger.propagate, logger.disabled = [Collect()], False, False
-    logger.setLevel(logging.DEBUG)
-    yield found
-    logger.handlers, logger.propagate, _, logger.disabled = before
-    logger.setLevel(before[2])
-
-
 def test_first_error_switches_the_part_off_and_is_logged_once(
-    messages: list[str],
+    leadout_log: list[str],
 ) -> None:
     cleared: list[bool] = []
     fail_safe = FailSafe("live control", on_failure=lambda: cleared.append(True))
@@ -40,7 +21,7 @@ def test_first_error_switches_the_part_off_and_is_logged_once(
             raise ValueError("no such step")
     assert not fail_safe.is_on
     assert cleared == [True]
-    [message] = messages
+    [message] = leadout_log
     assert "Leadout's live control is off after an error: ValueError: no such step. " in message
 
 
@@ -60,11 +41,11 @@ def test_interrupts_are_not_swallowed() -> None:
 
 
 def test_a_repeated_problem_is_logged_once_a_minute(
-    messages: list[str], monkeypatch: pytest.MonkeyPatch
+    leadout_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
     monkeypatch.setattr(fail_safe_module.time, "monotonic", lambda: now)
     log = LimitedLog(logging.WARNING)
     for now in (0.0, 30.0, 59.0, 60.0, 61.0):
         log("problem %d", int(now))
-    assert messages == ["problem 0", "problem 60"]
+    assert leadout_log == ["problem 0", "problem 60"]
