@@ -89,8 +89,8 @@ def test_acceptance_is_counted_by_set(runs: EngineRuns, reports: list[str]) -> N
     written = sum(len(answer) - 1 for each in runs.speculative.values() for answer in each)
     assert 0 < greedy.steps <= written <= greedy.steps * greedy.length + K * 3
     assert reports[0] == "with drafter: vLLM has started"
-    assert "with drafter: more at temperature 0" in reports
-    assert reports[-1] == "without drafter: more at temperature 0"
+    assert "with drafter: more (greedy)" in reports
+    assert reports[-1] == "without drafter: more (greedy)"
 
 
 def test_the_fault_of_vllms_own_class_on_cpus_is_named(

@@ -2,9 +2,13 @@
 
 In float32 the texts must be equal. In lower precision they may differ: a verifying step runs the
 same kernels on another number of tokens than a plain step, the last bit of a logit may change, and
-where two tokens score almost alike the other one wins. Each divergence is therefore checked: the
-target's own logits for the two tokens, computed by transformers over the text up to there, must
-not be further apart than rounding explains.
+where two tokens score almost alike the other one wins. The same happens without speculation when
+the batch size changes. This is the control: plain vLLM against itself at another batch size, on the
+same prompts. Speculation is at fault if it changes a significantly larger share of the texts.
+
+Each divergence is also checked by itself: the target's own logits for the two tokens, computed by
+transformers over the text up to there, must not be further apart than rounding explains, unless
+the control has a gap of that size too.
 
 What rounding explains: a logit of size s has a resolution of one ulp, `eps * 2^floor(log2 s)`, and
 everything before the head is rounded as well. `ULPS` allows for two computations that are each an
@@ -15,16 +19,24 @@ tokens changes when transformers reads the same text in two portions, as a verif
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from leadout.check.result import Divergence, Lossless
+from leadout.check.result import BatchControl, Divergence, Lossless
 from leadout.findings import Finding, error
 
 ULPS = 4
+# A check is run often and on many pairs: a healthy pair must not fail it by chance.
+MAX_P_VALUE = 0.01
+_REMEDY = (
+    "Do not deploy: speculation must not change the target's text, whatever the drafter. Serve "
+    "without speculation and report the engine's version with this result."
+)
 
 ByPrompt = Mapping[str, Sequence[Sequence[int]]]  # by set, prompts or the answers to them
 
@@ -42,23 +54,16 @@ def compare_answers(
     `model` is the target in transformers in the engine's precision, `portion` the number of tokens
     that a step with drafts verifies.
     """
-    texts = 0
     divergences: list[Divergence] = []
     allowed = 0.0
-    for name, part in prompts.items():
-        for prompt, without, drafted in zip(part, bare[name], speculative[name], strict=True):
-            texts += 1
-            place = first_divergence(without, drafted)
-            if place is None:
-                continue
-            tokens = without[place : place + 1], drafted[place : place + 1]
-            text = [*prompt, *without[:place]]
-            gap, size = _gap(_next_logits(model, text), *tokens)
-            divergences.append(Divergence(prompt_set=name, position=place, logit_gap=gap))
-            if precision != torch.float32:
-                in_portions, _ = _gap(_next_logits(model, text, portion), *tokens)
-                rounding = ULPS * ulp(size, precision) + abs(in_portions - gap)
-                allowed = max(allowed, rounding)
+    for found in _differences(prompts, bare, speculative):
+        gap, size = _gap(_next_logits(model, found.before), *found.tokens)
+        divergences.append(found.with_gap(gap))
+        if precision != torch.float32:
+            in_portions, _ = _gap(_next_logits(model, found.before, portion), *found.tokens)
+            rounding = ULPS * ulp(size, precision) + abs(in_portions - gap)
+            allowed = max(allowed, rounding)
+    texts = sum(len(part) for part in prompts.values())
     return Lossless(
         texts=texts,
         equal_texts=texts - len(divergences),
@@ -67,25 +72,105 @@ def compare_answers(
     )
 
 
+def with_control(
+    lossless: Lossless,
+    model: nn.Module,
+    prompts: ByPrompt,
+    bare: ByPrompt,
+    bare_again: ByPrompt,
+    batches: tuple[int, int],
+) -> Lossless:
+    """Add the control: two runs without speculation, with this many requests at a time."""
+    divergences = [
+        found.with_gap(_gap(_next_logits(model, found.before), *found.tokens)[0])
+        for found in _differences(prompts, bare, bare_again)
+    ]
+    texts = sum(len(part) for part in prompts.values())
+    control = BatchControl(
+        batch=batches[0],
+        other_batch=batches[1],
+        texts=texts,
+        equal_texts=texts - len(divergences),
+        divergences=divergences,
+        p_value=p_value_of_more(len(lossless.divergences), lossless.texts, len(divergences), texts),
+    )
+    return lossless.model_copy(update={"control": control})
+
+
+def p_value_of_more(differing: int, texts: int, differing_control: int, control: int) -> float:
+    """Fisher's exact test, one-sided: that the first share is not larger than the second."""
+    from scipy import stats
+
+    equal, equal_control = texts - differing, control - differing_control
+    counts = np.array([[differing, equal], [differing_control, equal_control]])
+    return float(stats.fisher_exact(counts, alternative="greater").pvalue)
+
+
 def finding_of(lossless: Lossless) -> Finding | None:
-    allowed = lossless.largest_allowed_gap
-    bad = [each for each in lossless.divergences if allowed == 0 or each.logit_gap > allowed]
+    return _beyond_rounding(lossless) or _more_than_control(lossless)
+
+
+def _beyond_rounding(lossless: Lossless) -> Finding | None:
+    """Texts that differ where no rounding and no change of the batch size explains it."""
+    allowed, control = lossless.largest_allowed_gap, lossless.control
+    in_control = max((each.logit_gap for each in control.divergences), default=0) if control else 0
+    explained = max(allowed, in_control)
+    bad = [each for each in lossless.divergences if allowed == 0 or each.logit_gap > explained]
     if not bad:
         return None
     worst = max(bad, key=lambda each: each.logit_gap)
-    limit = f"at most {allowed:.4g} is rounding" if allowed else "in float32 texts must be equal"
+    limit = f"at most {explained:.4g} is rounding" if allowed else "in float32 texts must be equal"
     return error(
         "not-lossless",
         f"speculation changes {len(bad)} of {lossless.texts} greedy texts by more than rounding: "
         f"an answer of {worst.prompt_set} diverges at token {worst.position}, where the target's "
         f"logits for the two tokens are {worst.logit_gap:.4g} apart ({limit})",
-        "Do not deploy: speculation must not change the target's text, whatever the drafter. "
-        "Serve without speculation and report the engine's version with this result.",
+        _REMEDY,
         texts=lossless.texts,
         changed=len(bad),
         largest_gap=worst.logit_gap,
-        allowed_gap=allowed,
+        allowed_gap=explained,
     )
+
+
+def _more_than_control(lossless: Lossless) -> Finding | None:
+    control = lossless.control
+    if control is None or control.p_value >= MAX_P_VALUE:
+        return None
+    changed, in_control = len(lossless.divergences), len(control.divergences)
+    return error(
+        "not-lossless",
+        f"speculation changes {changed} of {lossless.texts} greedy texts, but another batch size "
+        f"without speculation changes only {in_control} of {control.texts} (p = "
+        f"{control.p_value:.2g}): rounding does not explain the difference",
+        _REMEDY,
+        texts=lossless.texts,
+        changed=changed,
+        changed_in_control=in_control,
+        p_value=control.p_value,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """The first place where two answers to one prompt differ."""
+
+    prompt_set: str
+    position: int  # in the answer
+    before: list[int]  # the prompt and the answer up to there
+    tokens: tuple[Sequence[int], Sequence[int]]  # the next token of each; empty if it has ended
+
+    def with_gap(self, gap: float) -> Divergence:
+        return Divergence(prompt_set=self.prompt_set, position=self.position, logit_gap=gap)
+
+
+def _differences(prompts: ByPrompt, answers: ByPrompt, others: ByPrompt) -> Iterator[_Difference]:
+    for name, part in prompts.items():
+        for prompt, one, other in zip(part, answers[name], others[name], strict=True):
+            place = first_divergence(one, other)
+            if place is not None:
+                tokens = one[place : place + 1], other[place : place + 1]
+                yield _Difference(name, place, [*prompt, *one[:place]], tokens)
 
 
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -13,7 +13,13 @@ from leadout.check.report import (
     served_label,
     tried_rows,
 )
-from leadout.check.result import CheckResult, OfflineAcceptance, ServedAcceptance, Verdict
+from leadout.check.result import (
+    CheckResult,
+    Divergence,
+    OfflineAcceptance,
+    ServedAcceptance,
+    Verdict,
+)
 from leadout.findings import Severity, worst_first
 from leadout.models import last_part
 from leadout.report import charts, html
@@ -73,7 +79,10 @@ def _cards(result: CheckResult) -> list[html.Card]:
         cards.append(html.Card("drafts equal to the reference", f"{share:.1%}", count))
     if result.lossless is not None and result.lossless.texts:
         share = result.lossless.equal_texts / result.lossless.texts
-        cards.append(html.Card("texts unchanged", f"{share:.0%}", f"of {result.lossless.texts}"))
+        count = f"of {result.lossless.texts}"
+        if (control := result.lossless.control) is not None and control.texts:
+            count += f"; {control.equal_texts / control.texts:.0%} in the control"
+        cards.append(html.Card("texts unchanged", f"{share:.0%}", count))
     return cards
 
 
@@ -181,12 +190,20 @@ def _lossless(result: CheckResult) -> html.Section | None:
     if lossless is None:
         return None
     blocks: list[html.Block] = [html.Text(f"{describe_lossless(lossless)}.")]
-    worst = sorted(lossless.divergences, key=lambda each: -each.logit_gap)[:_MAX_DIVERGENCES]
-    if worst:
-        rows = [[each.prompt_set, f"{each.position}", f"{each.logit_gap:.3g}"] for each in worst]
-        table = html.Table(["prompts", "position in the answer", "logit gap"], rows, text_columns=1)
-        blocks.append(html.Folded("Where texts differ, largest logit gap first", [table]))
+    blocks += _differing_texts("Where texts differ with drafts", lossless.divergences)
+    if lossless.control is not None:
+        without = "Where texts differ without drafts, at another batch size"
+        blocks += _differing_texts(without, lossless.control.divergences)
     return html.Section("Losslessness", blocks)
+
+
+def _differing_texts(summary: str, divergences: list[Divergence]) -> list[html.Block]:
+    worst = sorted(divergences, key=lambda each: -each.logit_gap)[:_MAX_DIVERGENCES]
+    if not worst:
+        return []
+    rows = [[each.prompt_set, f"{each.position}", f"{each.logit_gap:.3g}"] for each in worst]
+    table = html.Table(["prompts", "position in the answer", "logit gap"], rows, text_columns=1)
+    return [html.Folded(f"{summary}, largest logit gap first", [table])]
 
 
 def _tried(result: CheckResult) -> html.Section | None:

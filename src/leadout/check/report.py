@@ -12,7 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leadout.check.result import CheckResult, Lossless, Parity, ServedAcceptance, Tried, Verdict
+from leadout.check.result import (
+    BatchControl,
+    CheckResult,
+    Lossless,
+    Parity,
+    ServedAcceptance,
+    Tried,
+    Verdict,
+)
 from leadout.console import safe, table
 from leadout.evaluate.acceptance import AcceptanceTable
 from leadout.findings import Finding, Severity, worst_first
@@ -128,12 +136,22 @@ def describe_parity(parity: Parity) -> str:
 
 def describe_lossless(lossless: Lossless) -> str:
     same = f"{lossless.equal_texts} of {lossless.texts} texts are equal with and without drafts"
-    if not lossless.divergences:
-        return same
-    worst = max(each.logit_gap for each in lossless.divergences)
+    if lossless.divergences:
+        worst = max(each.logit_gap for each in lossless.divergences)
+        same += (
+            "; where they differ, the target's logits for the two tokens are at most "
+            f"{worst:.2g} apart (allowed: {lossless.largest_allowed_gap:.2g})"
+        )
+    return same if lossless.control is None else f"{same}. {describe_control(lossless.control)}"
+
+
+def describe_control(control: BatchControl) -> str:
+    gaps = [each.logit_gap for each in control.divergences]
+    apart = f"; there the logits are at most {max(gaps):.2g} apart" if gaps else ""
     return (
-        f"{same}; where they differ, the target's logits for the two tokens are at most "
-        f"{worst:.2g} apart (allowed: {lossless.largest_allowed_gap:.2g})"
+        f"Control, vLLM without drafts at {control.other_batch} instead of {control.batch} "
+        f"requests at a time: {control.equal_texts} of {control.texts} texts are equal{apart}. "
+        f"Fisher's exact test of whether drafts change more: p = {control.p_value:.2g}"
     )
 
 

@@ -75,11 +75,23 @@ class Parity(_Record):
 
 
 class Divergence(_Record):
-    """The first difference between an answer with speculation and the one without."""
+    """The first difference between two answers to one prompt."""
 
     prompt_set: str
     position: int  # in the answer
     logit_gap: float  # between the target's logits for the two tokens
+
+
+class BatchControl(_Record):
+    """Greedy answers without speculation, compared with themselves at another batch size."""
+
+    batch: int  # requests at a time
+    other_batch: int
+    texts: int
+    equal_texts: int
+    divergences: list[Divergence]
+    # That speculation changes no larger share of the texts (Fisher's exact test, one-sided).
+    p_value: float
 
 
 class Lossless(_Record):
@@ -89,6 +101,7 @@ class Lossless(_Record):
     equal_texts: int
     divergences: list[Divergence]
     largest_allowed_gap: float  # 0 in float32: every text must be equal
+    control: BatchControl | None = None  # None in float32 and in results of earlier versions
 
 
 class Tried(_Record):

@@ -42,7 +42,14 @@ from leadout.checkpoints.store import refuse_existing
 from leadout.console import Progress
 from leadout.data.chat import Chat
 from leadout.engine.draft_recorder import RecordedText, read_texts
-from leadout.engine.offline import Recording, SessionRequest, SetRun, run_session
+from leadout.engine.offline import (
+    SESSION_CONCURRENCY,
+    Pass,
+    Recording,
+    SessionRequest,
+    SetRun,
+    run_session,
+)
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts
 from leadout.files import FileError, require_writable, write_text
@@ -53,7 +60,10 @@ from leadout.version import installed_versions
 
 TokensBySet = dict[str, list[list[int]]]  # token ids of prompts, or of the answers to them
 
-GREEDY, SAMPLED = 0.0, 1.0
+GREEDY = Pass()
+SAMPLED = Pass(name="sampled", temperature=1.0)
+CONTROL_BATCH = 4
+CONTROL = Pass(name="another batch size", batch=CONTROL_BATCH)  # without the drafter
 MAX_TOKENS = 96  # of an answer
 MAX_PROMPT = 1200
 MAX_MASK_CANDIDATES = 12
@@ -146,7 +156,8 @@ def _measured(
     modes = other_modes(settings.prompts, target, chat, max_prompt)
     longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
     precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
-    advance = progress.stage("vLLM with and without the drafter", 3 + 3 * len(prompts) + len(modes))
+    reports = 3 + 4 * len(prompts) + len(modes)
+    advance = progress.stage("vLLM with and without the drafter", reports)
     runs = run_engines(
         target,
         drafter,
@@ -165,6 +176,11 @@ def _measured(
     same_texts = lossless.compare_answers(
         model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
     )
+    if runs.control is not None:
+        batches = SESSION_CONCURRENCY, CONTROL_BATCH
+        same_texts = lossless.with_control(
+            same_texts, model, prompts, runs.bare, runs.control, batches
+        )
     advance()
     answered = _texts(prompts, runs.bare)
     texts = [t for part in answered.values() for t in part if len(t.answer) > draft_tokens]
@@ -248,6 +264,7 @@ def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> lis
 @dataclass(frozen=True, slots=True)
 class EngineRuns:
     bare: TokensBySet  # greedy, without the drafter
+    control: TokensBySet | None  # the same at another batch size; None in float32
     speculative: TokensBySet  # greedy, with it
     served: list[ServedAcceptance]  # greedy, then sampled
     recorded: list[RecordedText]
@@ -282,7 +299,7 @@ def run_engines(
             update={
                 "drafter": str(drafter),
                 "draft_tokens": draft_tokens,
-                "temperatures": [GREEDY, SAMPLED],
+                "passes": [GREEDY, SAMPLED],
                 "recording": Recording(
                     prompts=_some_of_each(prompts), blocks=RECORDED_BLOCKS, path=path
                 ),
@@ -290,11 +307,15 @@ def run_engines(
         )
         speculative = run_session(together, lambda done: report(f"with drafter: {done}"))
         recorded = read_texts(path)
-    alone = alone.model_copy(update={"prompts": prompts | (bare_only or {})})
+    passes = [GREEDY]
+    if dtype != torch.float32:  # in which rounding does not change texts
+        passes.append(CONTROL.model_copy(update={"sets": list(prompts)}))
+    alone = alone.model_copy(update={"prompts": prompts | (bare_only or {}), "passes": passes})
     bare = run_session(alone, lambda done: report(f"without drafter: {done}"))
     return EngineRuns(
-        bare=_greedy_answers(bare.runs),
-        speculative=_greedy_answers(speculative.runs),
+        bare=_answers(bare.runs, GREEDY),
+        control=_answers(bare.runs, CONTROL) or None,
+        speculative=_answers(speculative.runs, GREEDY),
         served=served_acceptance(speculative.runs),
         recorded=recorded,
     )
@@ -306,8 +327,8 @@ def _some_of_each(prompts: TokensBySet) -> list[list[int]]:
     return list(islice((prompt for prompt in by_turns if prompt is not None), RECORDED_PROMPTS))
 
 
-def _greedy_answers(runs: Sequence[SetRun]) -> TokensBySet:
-    return {run.prompt_set: run.answers for run in runs if run.temperature == GREEDY}
+def _answers(runs: Sequence[SetRun], of: Pass) -> TokensBySet:
+    return {run.prompt_set: run.answers for run in runs if run.pass_name == of.name}
 
 
 def served_acceptance(runs: Sequence[SetRun]) -> list[ServedAcceptance]:

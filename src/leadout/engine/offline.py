@@ -229,13 +229,22 @@ class Recording(Message):
     path: Path
 
 
+class Pass(Message):
+    """One run of the prompts; with a drafter on a CPU only at temperature 0."""
+
+    name: str = "greedy"
+    temperature: float = 0.0
+    batch: int | None = None  # requests at a time; None: as many as the engine runs
+    sets: list[str] | None = None  # the prompt sets; None: all
+    warm: bool = False  # keep the prefix cache of the pass before
+
+
 class SessionRequest(Message):
     target: str
     drafter: str | None = None
     draft_tokens: int = 0  # K
     prompts: dict[str, list[list[int]]]  # by prompt set
-    # Every prompt runs once at each; with a drafter on a CPU only at temperature 0.
-    temperatures: list[float] = Field(default=[0.0])
+    passes: list[Pass] = Field(default=[Pass()])
     max_tokens: int
     max_length: int
     dtype: str = "auto"
@@ -243,9 +252,10 @@ class SessionRequest(Message):
 
 
 class SetRun(Message):
-    """One prompt set at one temperature, with vLLM's counters."""
+    """One prompt set in one pass, with vLLM's counters."""
 
     prompt_set: str
+    pass_name: str = "greedy"
     temperature: float
     answers: list[list[int]]
     steps: int
@@ -281,36 +291,45 @@ def _run_session_here(request: SessionRequest, report: Report) -> SessionResult:
         write_texts(_record(engine, recording, request.draft_tokens), recording.path)
         report(f"recorded drafts of {len(recording.prompts)} prompts")
     runs = []
-    temperatures = request.temperatures
-    if request.drafter is not None and not engine.drafts_for_sampled:
-        temperatures = [each for each in temperatures if each == 0]
-    for temperature in temperatures:
+    for each in request.passes:
+        if each.temperature > 0 and request.drafter is not None and not engine.drafts_for_sampled:
+            continue
+        if not each.warm:
+            engine.reset_prefix_cache()
         numbers = itertools.count()  # unique over all sets
         for name, prompts in request.prompts.items():
+            if each.sets is not None and name not in each.sets:
+                continue
             requests = [
                 TextRequest(
-                    f"{temperature:g}/{number}",
+                    f"{each.name}/{number}",
                     prompt,
                     request.max_tokens,
-                    temperature,
+                    each.temperature,
                     seed=number,
                 )
                 for prompt, number in zip(prompts, numbers, strict=False)
             ]
-            runs.append(_run_set(engine, name, temperature, requests))
-            report(f"{name} at temperature {temperature:g}")
+            runs.append(_run_set(engine, name, each, requests))
+            report(f"{name} ({each.name})")
     return SessionResult(runs=runs)
 
 
 def _run_set(
-    engine: TextEngine, name: str, temperature: float, requests: Sequence[TextRequest]
+    engine: TextEngine, name: str, settings: Pass, requests: Sequence[TextRequest]
 ) -> SetRun:
     steps_before, accepted_before = _acceptance_counts(engine)
-    completions = engine.complete(requests)
+    batch = settings.batch or max(len(requests), 1)
+    completions = [
+        each
+        for start in range(0, len(requests), batch)
+        for each in engine.complete(requests[start : start + batch])
+    ]
     steps, accepted = _acceptance_counts(engine)
     return SetRun(
         prompt_set=name,
-        temperature=temperature,
+        pass_name=settings.name,
+        temperature=settings.temperature,
         answers=[each.tokens for each in completions],
         steps=steps - steps_before,
         accepted_by_position=[

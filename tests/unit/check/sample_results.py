@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from leadout.check.result import (
+    BatchControl,
     CheckResult,
     Divergence,
     Lossless,
@@ -95,6 +96,14 @@ def whole_result(**fields: Any) -> CheckResult:
             equal_texts=19,
             divergences=[Divergence(prompt_set="chat", position=17, logit_gap=0.0123)],
             largest_allowed_gap=0.06,
+            control=BatchControl(
+                batch=16,
+                other_batch=4,
+                texts=20,
+                equal_texts=18,
+                divergences=[Divergence(prompt_set="math", position=31, logit_gap=0.0456)] * 2,
+                p_value=0.88,
+            ),
         ),
         "tried": [tried("rope-theta", 2.7), tried("window", 2.3), tried("mask-token", 1.4)],
         "seconds": 93.4,

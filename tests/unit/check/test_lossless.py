@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leadout.check.lossless import compare_answers, finding_of, first_divergence, ulp
+from leadout.check.lossless import (
+    MAX_P_VALUE,
+    compare_answers,
+    finding_of,
+    first_divergence,
+    p_value_of_more,
+    ulp,
+    with_control,
+)
+from leadout.check.result import Divergence, Lossless
 from leadout.findings import Severity
 from support.models import tiny_llama
 
@@ -71,6 +80,65 @@ def test_a_token_that_the_target_would_not_choose_is_an_error(
 
 def test_a_text_cut_short_is_an_error(model: nn.Module) -> None:
     assert finding_of(compared(model, ANSWER, ANSWER[:2])) is not None
+
+
+def near_ties(changed: int, texts: int = 36) -> Lossless:
+    """A comparison in which this many texts differ, all of them at near-ties."""
+    tie = Divergence(prompt_set="a", position=2, logit_gap=0.1)
+    return Lossless(
+        texts=texts,
+        equal_texts=texts - changed,
+        divergences=[tie] * changed,
+        largest_allowed_gap=0.25,
+    )
+
+
+def beside_control(
+    model: nn.Module, lossless: Lossless, differing: int, gap_rank: Tensor | None = None
+) -> Lossless:
+    """With a control in which this many texts differ between batch sizes."""
+    first, second = (50, 51) if gap_rank is None else (int(gap_rank[0]), int(gap_rank[-1]))
+    bare = [[*ANSWER[:2], first]] * lossless.texts
+    again = [[*ANSWER[:2], second]] * differing + bare[differing:]
+    prompts = {"a": [PROMPT] * lossless.texts}
+    return with_control(lossless, model, prompts, {"a": bare}, {"a": again}, (16, 4))
+
+
+def test_near_ties_as_frequent_as_in_the_control_are_rounding(model: nn.Module) -> None:
+    found = beside_control(model, near_ties(12), 10)
+    assert found.control is not None
+    assert (found.control.texts, found.control.equal_texts) == (36, 26)
+    assert found.control.p_value > 0.3
+    assert finding_of(found) is None
+
+
+def test_more_changed_texts_than_in_the_control_are_an_error(model: nn.Module) -> None:
+    assert finding_of(near_ties(19)) is None  # nothing to compare with
+    found = beside_control(model, near_ties(19), 5)
+    assert found.control is not None
+    assert found.control.p_value < MAX_P_VALUE
+    finding = finding_of(found)
+    assert finding is not None
+    assert (finding.name, finding.severity) == ("not-lossless", Severity.ERROR)
+    assert "19 of 36" in finding.message
+    assert "only 5 of 36" in finding.message
+
+
+def test_a_gap_that_another_batch_size_causes_too_is_not_an_error(
+    model: nn.Module, ranked: Tensor
+) -> None:
+    best, worst = int(ranked[0]), int(ranked[-1])
+    lossless = compared(model, [*ANSWER[:2], best], [*ANSWER[:2], worst])
+    assert finding_of(lossless) is not None
+    assert finding_of(beside_control(model, lossless, 1, ranked)) is None
+    assert finding_of(beside_control(model, lossless, 0)) is not None
+
+
+def test_p_values_are_those_of_fishers_exact_test() -> None:
+    # The classic example of a lady tasting tea: 4 of 4 right, with 4 of each kind.
+    assert p_value_of_more(4, 4, 0, 4) == pytest.approx(1 / 70)
+    assert p_value_of_more(0, 10, 0, 10) == 1.0
+    assert p_value_of_more(3, 10, 3, 10) > 0.5
 
 
 @pytest.mark.parametrize(

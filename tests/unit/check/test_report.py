@@ -114,3 +114,13 @@ def test_text_from_files_is_neither_markup_nor_control() -> None:
     )
     assert "[bold]x[/bold][/nope]" in text
     assert "\x1b[2J" not in text
+
+
+def test_losslessness_is_shown_beside_its_control() -> None:
+    text = " ".join(shown(whole_result()).split())
+    assert "Losslessness: 19 of 20 texts are equal with and without drafts" in text
+    assert (
+        "Control, vLLM without drafts at 4 instead of 16 requests at a time: 18 of 20 texts are "
+        "equal; there the logits are at most 0.046 apart." in text
+    )
+    assert "p = 0.88" in text
