@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from leadout.check import lossless, parity
+from leadout.check import lossless, parity, prefix_cache
 from leadout.check.run import EngineRuns, run_engines
 from leadout.engine.draft_recorder import read_texts
 from leadout.engine.offline import Recording, SessionRequest, run_session
@@ -22,8 +22,10 @@ K = TINY_DRAFTER.max_draft_tokens
 PROMPTS = {
     "some": [[5, 9, 2, 44, 7, 7, 31, 200, 13], [60, 61, 62, 30]],
     "more": [list(range(100, 140))],
+    # Of three cache blocks on a CPU.
+    "cached": [[(place * step) % 250 for place in range(400)] for step in (3, 7, 11)],
 }
-TOKENS, LENGTH = 24, 256
+TOKENS, LENGTH = 24, 500
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,8 @@ def test_the_engine_computes_the_drafts_of_the_reference(
     pair: tuple[Path, Path], model: nn.Module, runs: EngineRuns
 ) -> None:
     found = parity.compare(*pair, model, runs.recorded, torch.float32)
-    assert found.blocks == 3 * 3
-    assert found.drafts == found.equal_drafts == 9 * K
+    assert found.blocks == 4 * 3
+    assert found.drafts == found.equal_drafts == 12 * K
     assert found.first_difference is None
     assert 0 < max(found.differences.values()) < 1e-5
     assert parity.finding_of(found) is None
@@ -72,25 +74,36 @@ def test_the_engine_computes_the_drafts_of_the_reference(
 
 
 def test_speculation_does_not_change_the_text(model: nn.Module, runs: EngineRuns) -> None:
-    assert [len(answers) for answers in runs.bare.values()] == [2, 1]
+    assert [len(answers) for answers in runs.bare.values()] == [2, 1, 3]
     found = lossless.compare_answers(
         model, PROMPTS, runs.bare, runs.speculative, torch.float32, K + 1
     )
-    assert (found.texts, found.equal_texts) == (3, 3)
+    assert (found.texts, found.equal_texts) == (6, 6)
     assert lossless.finding_of(found) is None
 
 
 def test_acceptance_is_counted_by_set(runs: EngineRuns, reports: list[str]) -> None:
     (greedy,) = runs.served  # on CPUs nothing is drafted beside a sampled request
     assert greedy.temperature == 0.0
-    assert list(greedy.by_set) == ["some", "more"]
+    assert list(greedy.by_set) == list(PROMPTS)
     assert len(greedy.by_position) == K
     # Every text has one token of the prefill, and one or more of every step.
     written = sum(len(answer) - 1 for each in runs.speculative.values() for answer in each)
-    assert 0 < greedy.steps <= written <= greedy.steps * greedy.length + K * 3
+    assert 0 < greedy.steps <= written <= greedy.steps * greedy.length + K * 6
     assert reports[0] == "with drafter: vLLM has started"
     assert "with drafter: more (greedy)" in reports
-    assert reports[-1] == "without drafter: more (greedy)"
+    assert "with drafter: cached (warm prefix cache)" in reports
+    assert "with drafter: more (warm prefix cache)" not in reports  # shorter than a cache block
+    assert reports[-1] == "without drafter: cached (greedy)"
+
+
+def test_the_prefix_cache_was_warm(runs: EngineRuns) -> None:
+    found = runs.cached
+    assert (found.texts, found.other_texts) == (3, 3)
+    assert 3 * 128 <= found.cached_tokens < found.prompt_tokens == 3 * 400
+    # In float32 a cached context leads to the same drafts.
+    assert found.cold == found.warm >= 1
+    assert prefix_cache.finding_of(found) is None
 
 
 def test_the_fault_of_vllms_own_class_on_cpus_is_named(

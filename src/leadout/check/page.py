@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from leadout.check import prefix_cache
 from leadout.check.report import (
     TRIED_HEADINGS,
     acceptance_rows,
@@ -43,6 +44,7 @@ def page(result: CheckResult) -> str:
         _acceptance(result),
         _parity(result),
         _lossless(result),
+        _prefix_cache(result),
         _tried(result),
         _versions(result),
     ]
@@ -195,6 +197,26 @@ def _lossless(result: CheckResult) -> html.Section | None:
         without = "Where texts differ without drafts, at another batch size"
         blocks += _differing_texts(without, lossless.control.divergences)
     return html.Section("Losslessness", blocks)
+
+
+def _prefix_cache(result: CheckResult) -> html.Section | None:
+    found = result.prefix_cache
+    if found is None:
+        return None
+    blocks: list[html.Block] = [html.Text(f"{prefix_cache.describe(found)}.")]
+    if found.ratio is not None:
+        blocks.append(
+            html.Table(
+                ["", "acceptance length"],
+                [
+                    ["empty cache", f"{found.cold:.3f}"],
+                    ["warm cache", f"{found.warm:.3f}"],
+                    ["ratio", f"{found.ratio:.3f}"],
+                ],
+                text_columns=1,
+            )
+        )
+    return html.Section("Prefix cache", blocks)
 
 
 def _differing_texts(summary: str, divergences: list[Divergence]) -> list[html.Block]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from leadout.check import prefix_cache
 from leadout.check.result import (
     BatchControl,
     CheckResult,
@@ -181,6 +182,8 @@ def print_result(
         console.print(safe(f"Parity: {describe_parity(result.parity)}."))
     if result.lossless is not None:
         console.print(safe(f"Losslessness: {describe_lossless(result.lossless)}."))
+    if result.prefix_cache is not None:
+        console.print(safe(f"Prefix cache: {prefix_cache.describe(result.prefix_cache)}."))
     if result.tried and (verbose or result.verdict is not Verdict.FIT):
         console.print(_tried_table(result))
     for path in written:

@@ -104,6 +104,18 @@ class Lossless(_Record):
     control: BatchControl | None = None  # None in float32 and in results of earlier versions
 
 
+class PrefixCache(_Record):
+    """Served acceptance length of the same prompts with an empty and with a warm prefix cache."""
+
+    texts: int  # of which a part came from the cache
+    other_texts: int  # not compared: nothing of them was cached
+    prompt_tokens: int  # of the compared texts
+    cached_tokens: int  # of these
+    cold: float
+    warm: float
+    ratio: Interval | None  # warm over cold; None if too few texts were cached
+
+
 class Tried(_Record):
     """A change of the drafter that undoes a possible fault, and what it does to acceptance."""
 
@@ -126,6 +138,7 @@ class CheckResult(_Record):
     served: list[ServedAcceptance] = []  # greedy, then sampled
     parity: Parity | None = None
     lossless: Lossless | None = None
+    prefix_cache: PrefixCache | None = None
     tried: list[Tried] = []
     seconds: float = 0.0
     versions: dict[str, str] = {}

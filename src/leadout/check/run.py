@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from leadout.check import lossless, parity
+from leadout.check import lossless, parity, prefix_cache
 from leadout.check.baseline import baseline_findings, read_baseline, require_same_pair
 from leadout.check.diagnosis import (
     Probe,
@@ -31,6 +31,7 @@ from leadout.check.result import (
     CheckError,
     CheckResult,
     OfflineAcceptance,
+    PrefixCache,
     ServedAcceptance,
     verdict_of,
 )
@@ -61,6 +62,7 @@ from leadout.version import installed_versions
 TokensBySet = dict[str, list[list[int]]]  # token ids of prompts, or of the answers to them
 
 GREEDY = Pass()
+WARM = Pass(name="warm prefix cache", warm=True)
 SAMPLED = Pass(name="sampled", temperature=1.0)
 CONTROL_BATCH = 4
 CONTROL = Pass(name="another batch size", batch=CONTROL_BATCH)  # without the drafter
@@ -156,7 +158,7 @@ def _measured(
     modes = other_modes(settings.prompts, target, chat, max_prompt)
     longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
     precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
-    reports = 3 + 4 * len(prompts) + len(modes)
+    reports = 3 + 5 * len(prompts) + len(modes)
     advance = progress.stage("vLLM with and without the drafter", reports)
     runs = run_engines(
         target,
@@ -195,7 +197,11 @@ def _measured(
     masks = mask_candidates(target, facts.vocab_size)
     diagnosis = diagnose(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
     offline, in_modes = diagnosis.offline, _texts(modes, runs.bare)
-    proofs = (lossless.finding_of(same_texts), parity.finding_of(same_drafts))
+    proofs = (
+        lossless.finding_of(same_texts),
+        parity.finding_of(same_drafts),
+        prefix_cache.finding_of(runs.cached),
+    )
     findings = [
         *result.findings,
         *(each for each in proofs if each is not None),
@@ -219,6 +225,7 @@ def _measured(
             "served": runs.served,
             "parity": same_drafts,
             "lossless": same_texts,
+            "prefix_cache": runs.cached,
             "tried": diagnosis.tried,
         }
     )
@@ -267,6 +274,7 @@ class EngineRuns:
     control: TokensBySet | None  # the same at another batch size; None in float32
     speculative: TokensBySet  # greedy, with it
     served: list[ServedAcceptance]  # greedy, then sampled
+    cached: PrefixCache
     recorded: list[RecordedText]
 
 
@@ -299,7 +307,7 @@ def run_engines(
             update={
                 "drafter": str(drafter),
                 "draft_tokens": draft_tokens,
-                "passes": [GREEDY, SAMPLED],
+                "passes": [GREEDY, WARM, SAMPLED],
                 "recording": Recording(
                     prompts=_some_of_each(prompts), blocks=RECORDED_BLOCKS, path=path
                 ),
@@ -316,7 +324,10 @@ def run_engines(
         bare=_answers(bare.runs, GREEDY),
         control=_answers(bare.runs, CONTROL) or None,
         speculative=_answers(speculative.runs, GREEDY),
-        served=served_acceptance(speculative.runs),
+        served=served_acceptance(_of(speculative.runs, GREEDY) + _of(speculative.runs, SAMPLED)),
+        cached=prefix_cache.compare(
+            prompts, _of(speculative.runs, GREEDY), _of(speculative.runs, WARM)
+        ),
         recorded=recorded,
     )
 
@@ -328,7 +339,11 @@ def _some_of_each(prompts: TokensBySet) -> list[list[int]]:
 
 
 def _answers(runs: Sequence[SetRun], of: Pass) -> TokensBySet:
-    return {run.prompt_set: run.answers for run in runs if run.pass_name == of.name}
+    return {run.prompt_set: run.answers for run in _of(runs, of)}
+
+
+def _of(runs: Sequence[SetRun], one: Pass) -> list[SetRun]:
+    return [run for run in runs if run.pass_name == one.name]
 
 
 def served_acceptance(runs: Sequence[SetRun]) -> list[ServedAcceptance]:

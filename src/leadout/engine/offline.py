@@ -16,7 +16,8 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +58,8 @@ class Completion:
     id: str
     tokens: list[int]
     finish: Literal["stop", "length"]
+    by_step: list[int] = field(default_factory=list)  # tokens of each step, first the prompt's
+    cached_tokens: int = 0  # of the prompt, that came from the prefix cache
 
 
 class TextEngine:
@@ -125,6 +128,7 @@ class TextEngine:
         self.drafts_for_sampled = not on_cpu
         self.running = 0  # requests that were submitted and are not complete
         self._has_counters = drafter is not None
+        self._written: dict[str, list[int]] = {}  # tokens of a running request after each step
 
     def submit(self, request: TextRequest) -> None:
         from vllm import SamplingParams
@@ -142,20 +146,29 @@ class TextEngine:
                 stop_token_ids=list(request.stop_tokens) or None,
                 ignore_eos=request.ignore_eos,
                 detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                output_kind=RequestOutputKind.CUMULATIVE,
             ),
         )
+        self._written[request.id] = [0]
         self.running += 1
 
     def step(self) -> list[Completion]:
         """Run one step of the engine; returns the completions that it finished."""
-        finished = [output for output in self._llm.llm_engine.step() if output.finished]
+        outputs = self._llm.llm_engine.step()
+        for output in outputs:
+            self._written[output.request_id].append(len(output.outputs[0].token_ids))
+        finished = [output for output in outputs if output.finished]
         self.running -= len(finished)
         return [
             Completion(
                 output.request_id,
                 list(output.outputs[0].token_ids),
                 "stop" if output.outputs[0].finish_reason == "stop" else "length",
+                [
+                    after - before
+                    for before, after in pairwise(self._written.pop(output.request_id))
+                ],
+                output.num_cached_tokens or 0,
             )
             for output in finished
         ]
@@ -177,6 +190,11 @@ class TextEngine:
     def reset_prefix_cache(self) -> None:
         """Make vLLM compute the next prompts from their first token on."""
         self._llm.reset_prefix_cache()
+
+    @property
+    def cache_block(self) -> int:
+        """The prefix cache holds whole blocks of this many tokens."""
+        return int(self._llm.llm_engine.vllm_config.cache_config.block_size)
 
     def counters(self) -> dict[str, Any]:
         """vLLM's speculation counters so far; per-position counters are lists."""
@@ -236,7 +254,9 @@ class Pass(Message):
     temperature: float = 0.0
     batch: int | None = None  # requests at a time; None: as many as the engine runs
     sets: list[str] | None = None  # the prompt sets; None: all
-    warm: bool = False  # keep the prefix cache of the pass before
+    # Keep the prefix cache of the pass before. Sets without a prompt of a whole cache block are
+    # left out.
+    warm: bool = False
 
 
 class SessionRequest(Message):
@@ -260,6 +280,9 @@ class SetRun(Message):
     answers: list[list[int]]
     steps: int
     accepted_by_position: list[int]
+    # Of each answer, the tokens of each step; the first step is that of the prompt.
+    by_step: list[list[int]] = Field(default=[])
+    cached_tokens: list[int] = Field(default=[])  # of each prompt
 
     @property
     def acceptance_length(self) -> float:
@@ -300,6 +323,8 @@ def _run_session_here(request: SessionRequest, report: Report) -> SessionResult:
         for name, prompts in request.prompts.items():
             if each.sets is not None and name not in each.sets:
                 continue
+            if each.warm and max(map(len, prompts), default=0) <= engine.cache_block:
+                continue
             requests = [
                 TextRequest(
                     f"{each.name}/{number}",
@@ -335,6 +360,8 @@ def _run_set(
         accepted_by_position=[
             now - before for now, before in zip(accepted, accepted_before, strict=True)
         ],
+        by_step=[each.by_step for each in completions],
+        cached_tokens=[each.cached_tokens for each in completions],
     )
 
 

@@ -73,6 +73,7 @@ def test_a_static_check_has_a_page_too(verdict: Verdict) -> None:
         served=[],
         parity=None,
         lossless=None,
+        prefix_cache=None,
         tried=[],
         versions={},
     )

@@ -124,3 +124,9 @@ def test_losslessness_is_shown_beside_its_control() -> None:
         "equal; there the logits are at most 0.046 apart." in text
     )
     assert "p = 0.88" in text
+
+
+def test_the_prefix_cache_is_shown() -> None:
+    text = " ".join(shown(whole_result()).split())
+    assert "Prefix cache: the acceptance length of 6 texts is 2.34 with 75% of their" in text
+    assert "ratio 0.99 (0.97 to 1.01)" in text
