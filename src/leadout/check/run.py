@@ -35,6 +35,7 @@ from leadout.check.result import (
     ServedAcceptance,
     verdict_of,
 )
+from leadout.check.seen_prompts import without_seen
 from leadout.check.settings import CheckSettings
 from leadout.check.static import served_dtype, static_findings
 from leadout.check.tokenizer import read_token_files
@@ -155,6 +156,7 @@ def _measured(
             f"--prompts: every prompt is longer than {max_prompt} tokens, the most that this check "
             "can use. Give shorter prompts."
         )
+    prompts, seen = without_seen(prompts, drafter)
     modes = other_modes(settings.prompts, target, chat, max_prompt)
     longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
     precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
@@ -204,6 +206,7 @@ def _measured(
     )
     findings = [
         *result.findings,
+        *seen,
         *(each for each in proofs if each is not None),
         *diagnosis.findings,
         *mode_findings(target, model, checkpoint, draft_tokens, in_modes, offline, precision),

@@ -131,7 +131,7 @@ def what_next(report: TrainReport, target: str, out: Path) -> str:
     """What was written, what may be deleted, and the next step."""
     size = sum(path.stat().st_blocks * 512 for path in (out / WORK).rglob("*"))
     return (
-        f"Wrote {report.drafter} (weights, model card, {SETTINGS}, training.json).\n"
+        f"Wrote {report.drafter} (weights, model card, settings and records).\n"
         f"{out / WORK} ({size / 1e6:,.0f} MB) is needed only for --resume and may be deleted.\n"
         f"Next: {shlex.join(['leadout', 'check', target, report.drafter])}"
     )
@@ -223,6 +223,8 @@ def _finish(
         template_hash=data.job.template_hash,
         thinking=data.job.thinking,
     )
-    write_card_and_record(folder, report, data, records)
+    corpus = inputs.corpus
+    prompts = (corpus.samples[index].prompt for index in corpus.split.train)
+    write_card_and_record(folder, report, data, records, prompts)
     require_agreement(served, folder)
     return report

@@ -7,7 +7,7 @@ same steps; they differ only if vLLM and the training code do not compute the sa
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints import Format, load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
+from leadout.data.prompt_record import PromptRecord
 from leadout.dflash.target import Target
 from leadout.engine.offline import SessionRequest, run_session
 from leadout.errors import NEGATIVE, LeadoutError
@@ -189,9 +190,17 @@ def write_best(
 
 
 def write_card_and_record(
-    folder: Path, report: TrainReport, data: DataFolder, records: Sequence[Record]
+    folder: Path,
+    report: TrainReport,
+    data: DataFolder,
+    records: Sequence[Record],
+    prompts: Iterable[Sequence[int]],
 ) -> None:
-    """Write settings, record, curves and model card into the drafter's folder."""
+    """Write settings, records, curves and model card into the drafter's folder.
+
+    `prompts` are those that it was trained on.
+    """
+    PromptRecord.of(prompts).write(folder)
     report = _portable(report)
     report.config.write(folder / SETTINGS)
     write_text(folder / RECORD, report.model_dump_json(indent=2) + "\n")

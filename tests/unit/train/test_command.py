@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from leadout.checkpoints import load_drafter, read_checkpoint
 from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
+from leadout.data.prompt_record import PromptRecord
 from leadout.dflash.generate import generate
 from leadout.engine.child_process import EngineError
 from leadout.engine.offline import SessionRequest, SessionResult, SetRun
@@ -88,8 +89,15 @@ def test_a_run_writes_a_drafter_with_card_record_and_curves(
         "README.md",
         "training.yaml",
         "training.json",
+        "training-prompts.json",
         "curves.svg",
     }
+    # A later check recognizes the training prompts, but not the held-out ones.
+    prompts = PromptRecord.read(folder)
+    assert prompts is not None
+    corpus = [sample.prompt for sample in data.samples()]
+    assert 0 < prompts.prompts < len({tuple(prompt) for prompt in corpus})
+    assert sum(prompt in prompts for prompt in corpus) >= prompts.prompts
     # The exported weights are the best ones.
     best = load_best(tmp_path / "out" / "run")
     drafter = load_drafter(folder, torch.float32)
