@@ -25,6 +25,7 @@ PROMPTS = {
     # Of three cache blocks on a CPU.
     "cached": [[(place * step) % 250 for place in range(400)] for step in (3, 7, 11)],
 }
+CONTEXTS = {"near": [list(range(20, 60))], "far": [[place % 200 for place in range(450)]]}
 TOKENS, LENGTH = 24, 500
 
 
@@ -55,6 +56,7 @@ def runs(pair: tuple[Path, Path], reports: list[str]) -> EngineRuns:
         draft_tokens=K,
         max_length=LENGTH,
         dtype=torch.float32,
+        contexts=CONTEXTS,
         report=reports.append,
     )
 
@@ -104,6 +106,16 @@ def test_the_prefix_cache_was_warm(runs: EngineRuns) -> None:
     # In float32 a cached context leads to the same drafts.
     assert found.cold == found.warm >= 1
     assert prefix_cache.finding_of(found) is None
+
+
+def test_contexts_are_served_with_the_drafter_only(runs: EngineRuns) -> None:
+    assert [run.prompt_set for run in runs.in_contexts] == list(CONTEXTS)
+    assert not runs.bare.keys() & CONTEXTS.keys()
+    for run in runs.in_contexts:
+        (steps,), (answer,) = run.by_step, run.answers
+        assert steps[0] == 1  # of the prompt
+        assert sum(steps) == len(answer) == TOKENS
+        assert all(1 <= count <= K + 1 for count in steps)
 
 
 def test_the_fault_of_vllms_own_class_on_cpus_is_named(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leadout.check import prefix_cache
+from leadout.check import long_context, prefix_cache
 from leadout.check.report import (
     TRIED_HEADINGS,
     acceptance_rows,
@@ -45,6 +45,7 @@ def page(result: CheckResult) -> str:
         _parity(result),
         _lossless(result),
         _prefix_cache(result),
+        _long_context(result),
         _tried(result),
         _versions(result),
     ]
@@ -217,6 +218,20 @@ def _prefix_cache(result: CheckResult) -> html.Section | None:
             )
         )
     return html.Section("Prefix cache", blocks)
+
+
+def _long_context(result: CheckResult) -> html.Section | None:
+    found = result.long_context
+    if found is None:
+        return None
+    points = [_point(f"{each.tokens} tokens", each.length) for each in found.contexts]
+    bars = charts.bars([charts.Series("served greedy", points)], "acceptance length by context")
+    explained = (
+        "The same tasks behind contexts of several lengths, with 95% confidence intervals over "
+        f"{found.contexts[0].texts} tasks. Longest against shortest: ratio {found.ratio:.2f}. "
+        f"{long_context.describe_limits(found)}."
+    )
+    return html.Section("Long contexts", [html.Text(explained), html.Drawing(bars)])
 
 
 def _differing_texts(summary: str, divergences: list[Divergence]) -> list[html.Block]:

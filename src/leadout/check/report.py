@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leadout.check import prefix_cache
+from leadout.check import long_context, prefix_cache
 from leadout.check.result import (
     BatchControl,
     CheckResult,
@@ -184,6 +184,8 @@ def print_result(
         console.print(safe(f"Losslessness: {describe_lossless(result.lossless)}."))
     if result.prefix_cache is not None:
         console.print(safe(f"Prefix cache: {prefix_cache.describe(result.prefix_cache)}."))
+    if result.long_context is not None:
+        console.print(safe(f"Long contexts: {long_context.describe(result.long_context)}."))
     if result.tried and (verbose or result.verdict is not Verdict.FIT):
         console.print(_tried_table(result))
     for path in written:

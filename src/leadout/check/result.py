@@ -116,6 +116,25 @@ class PrefixCache(_Record):
     ratio: Interval | None  # warm over cold; None if too few texts were cached
 
 
+class ContextLength(_Record):
+    """Served acceptance length after prompts of one length."""
+
+    tokens: int  # of the longest of these prompts
+    texts: int
+    length: Interval
+
+
+class LongContext(_Record):
+    """Served acceptance length of the same tasks in contexts of several lengths."""
+
+    limit: int  # tokens, answer included
+    drafter_positions: int
+    target_positions: int | None
+    window: int | None  # the smallest attention window of the drafter
+    contexts: list[ContextLength]  # the shortest first
+    ratio: Interval  # the longest over the shortest, paired by task
+
+
 class Tried(_Record):
     """A change of the drafter that undoes a possible fault, and what it does to acceptance."""
 
@@ -139,6 +158,7 @@ class CheckResult(_Record):
     parity: Parity | None = None
     lossless: Lossless | None = None
     prefix_cache: PrefixCache | None = None
+    long_context: LongContext | None = None
     tried: list[Tried] = []
     seconds: float = 0.0
     versions: dict[str, str] = {}

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from leadout.check import lossless, parity, prefix_cache
+from leadout.check import long_context, lossless, parity, prefix_cache
 from leadout.check.baseline import baseline_findings, read_baseline, require_same_pair
 from leadout.check.diagnosis import (
     Probe,
@@ -35,7 +35,6 @@ from leadout.check.result import (
     ServedAcceptance,
     verdict_of,
 )
-from leadout.check.seen_prompts import without_seen
 from leadout.check.settings import CheckSettings
 from leadout.check.static import served_dtype, static_findings
 from leadout.check.tokenizer import read_token_files
@@ -53,7 +52,7 @@ from leadout.engine.offline import (
     run_session,
 )
 from leadout.evaluate.hidden_states import load_model
-from leadout.evaluate.prompts import check_prompts
+from leadout.evaluate.prompts import check_prompts, tasks_in_context, without_seen
 from leadout.files import FileError, require_writable, write_text
 from leadout.findings import Finding, Severity, finding, note, worst_first
 from leadout.models import local_folder
@@ -65,6 +64,7 @@ TokensBySet = dict[str, list[list[int]]]  # token ids of prompts, or of the answ
 GREEDY = Pass()
 WARM = Pass(name="warm prefix cache", warm=True)
 SAMPLED = Pass(name="sampled", temperature=1.0)
+LONG = Pass(name="long contexts")
 CONTROL_BATCH = 4
 CONTROL = Pass(name="another batch size", batch=CONTROL_BATCH)  # without the drafter
 MAX_TOKENS = 96  # of an answer
@@ -158,9 +158,18 @@ def _measured(
         )
     prompts, seen = without_seen(prompts, drafter)
     modes = other_modes(settings.prompts, target, chat, max_prompt)
-    longest_prompt = max(len(prompt) for part in prompts.values() for prompt in part)
+    limit = long_context.context_limit(
+        settings.long_context, checkpoint.config, facts.max_positions
+    )
+    lengths = long_context.context_lengths(limit, MAX_TOKENS + draft_tokens) if limit else []
+    contexts = {
+        long_context.set_name(length): tasks_in_context(chat, length, long_context.TASKS)
+        for length in lengths
+    }
+    asked = [*prompts.values(), *contexts.values()]
+    longest_prompt = max(len(prompt) for part in asked for prompt in part)
     precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
-    reports = 3 + 5 * len(prompts) + len(modes)
+    reports = 3 + 5 * len(prompts) + len(contexts) + len(modes)
     advance = progress.stage("vLLM with and without the drafter", reports)
     runs = run_engines(
         target,
@@ -171,6 +180,7 @@ def _measured(
         max_length=longest_prompt + MAX_TOKENS + draft_tokens,
         dtype=precision,
         bare_only=modes,
+        contexts=contexts,
         report=lambda _: advance(),
     )
     model = load_model(target, precision)
@@ -199,10 +209,16 @@ def _measured(
     masks = mask_candidates(target, facts.vocab_size)
     diagnosis = diagnose(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
     offline, in_modes = diagnosis.offline, _texts(modes, runs.bare)
+    in_contexts = None
+    if contexts:
+        in_contexts = long_context.compare(
+            runs.in_contexts, contexts, checkpoint.config, facts.max_positions, limit
+        )
     proofs = (
         lossless.finding_of(same_texts),
         parity.finding_of(same_drafts),
         prefix_cache.finding_of(runs.cached),
+        None if in_contexts is None else long_context.finding_of(in_contexts),
     )
     findings = [
         *result.findings,
@@ -229,6 +245,7 @@ def _measured(
             "parity": same_drafts,
             "lossless": same_texts,
             "prefix_cache": runs.cached,
+            "long_context": in_contexts,
             "tried": diagnosis.tried,
         }
     )
@@ -278,6 +295,7 @@ class EngineRuns:
     speculative: TokensBySet  # greedy, with it
     served: list[ServedAcceptance]  # greedy, then sampled
     cached: PrefixCache
+    in_contexts: list[SetRun]  # greedy, with the drafter
     recorded: list[RecordedText]
 
 
@@ -291,12 +309,18 @@ def run_engines(
     max_length: int,
     dtype: torch.dtype,
     bare_only: TokensBySet | None = None,
+    contexts: TokensBySet | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> EngineRuns:
     """Answer the prompts with and without the drafter; `report` is called after each part.
 
-    The prompts in `bare_only` are answered without the drafter only.
+    The prompts in `bare_only` are answered without the drafter only, those in `contexts` with the
+    drafter only.
     """
+
+    def of_prompts(one: Pass) -> Pass:
+        return one.model_copy(update={"sets": list(prompts)})
+
     with TemporaryDirectory(prefix="leadout-check-") as folder:
         path = Path(folder) / "drafts.safetensors"
         alone = SessionRequest(
@@ -310,7 +334,11 @@ def run_engines(
             update={
                 "drafter": str(drafter),
                 "draft_tokens": draft_tokens,
-                "passes": [GREEDY, WARM, SAMPLED],
+                "prompts": prompts | (contexts or {}),
+                "passes": [
+                    *(of_prompts(each) for each in (GREEDY, WARM, SAMPLED)),
+                    LONG.model_copy(update={"sets": list(contexts or {})}),
+                ],
                 "recording": Recording(
                     prompts=_some_of_each(prompts), blocks=RECORDED_BLOCKS, path=path
                 ),
@@ -320,7 +348,7 @@ def run_engines(
         recorded = read_texts(path)
     passes = [GREEDY]
     if dtype != torch.float32:  # in which rounding does not change texts
-        passes.append(CONTROL.model_copy(update={"sets": list(prompts)}))
+        passes.append(of_prompts(CONTROL))
     alone = alone.model_copy(update={"prompts": prompts | (bare_only or {}), "passes": passes})
     bare = run_session(alone, lambda done: report(f"without drafter: {done}"))
     return EngineRuns(
@@ -331,6 +359,7 @@ def run_engines(
         cached=prefix_cache.compare(
             prompts, _of(speculative.runs, GREEDY), _of(speculative.runs, WARM)
         ),
+        in_contexts=_of(speculative.runs, LONG),
         recorded=recorded,
     )
 

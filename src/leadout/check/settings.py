@@ -46,6 +46,12 @@ class CheckSettings(Settings):
         panel=ENGINE,
         metavar="DTYPE",
     )
+    long_context: int = setting(
+        2048,
+        "Measure acceptance in contexts of up to N tokens; 0: not at all.",
+        panel=ENGINE,
+        ge=0,
+    )
 
     report: Path | None = setting(None, "Write an HTML report.", panel=FILES, metavar="FILE")
     save: Path | None = setting(

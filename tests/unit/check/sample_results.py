@@ -7,7 +7,9 @@ from typing import Any
 from leadout.check.result import (
     BatchControl,
     CheckResult,
+    ContextLength,
     Divergence,
+    LongContext,
     Lossless,
     OfflineAcceptance,
     Parity,
@@ -114,6 +116,17 @@ def whole_result(**fields: Any) -> CheckResult:
             cold=2.35,
             warm=2.34,
             ratio=interval(0.99, 0.02),
+        ),
+        "long_context": LongContext(
+            limit=2048,
+            drafter_positions=4096,
+            target_positions=8192,
+            window=None,
+            contexts=[
+                ContextLength(tokens=tokens, texts=6, length=interval(2.2))
+                for tokens in (240, 1940)
+            ],
+            ratio=interval(0.98, 0.04),
         ),
         "tried": [tried("rope-theta", 2.7), tried("window", 2.3), tried("mask-token", 1.4)],
         "seconds": 93.4,

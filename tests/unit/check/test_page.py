@@ -74,6 +74,7 @@ def test_a_static_check_has_a_page_too(verdict: Verdict) -> None:
         parity=None,
         lossless=None,
         prefix_cache=None,
+        long_context=None,
         tried=[],
         versions={},
     )

@@ -130,3 +130,9 @@ def test_the_prefix_cache_is_shown() -> None:
     text = " ".join(shown(whole_result()).split())
     assert "Prefix cache: the acceptance length of 6 texts is 2.34 with 75% of their" in text
     assert "ratio 0.99 (0.97 to 1.01)" in text
+
+
+def test_long_contexts_and_their_limits_are_shown() -> None:
+    text = " ".join(shown(whole_result()).split())
+    assert "Long contexts: acceptance length 2.20 (2.10 to 2.30) after 240 tokens" in text
+    assert "Measured up to 2048 tokens; positions of the target: 8192" in text
