@@ -19,9 +19,9 @@ from leadout.findings import Finding, warning
 from leadout.stats import Floats, Indices, bootstrap, ratio_interval
 
 MIN_LIMIT = 512  # in shorter engines there is no long context
-SHORTEST = 8  # the shortest context is this part of the longest
+PARTS = (8, 3, 1)  # contexts are these parts of the longest; few, because they take time to read
 MIN_RATIO = 0.8  # a ratio of acceptance lengths whose whole interval is below this is reported
-TASKS = 6
+TASKS = 5
 
 
 def context_limit(asked: int, drafter: DrafterConfig, target_positions: int | None) -> int:
@@ -33,7 +33,7 @@ def context_limit(asked: int, drafter: DrafterConfig, target_positions: int | No
 def context_lengths(limit: int, reserved: int) -> list[int]:
     """Lengths of prompts, ascending; `reserved` tokens of the limit are for answer and drafts."""
     longest = limit - reserved
-    return [longest // SHORTEST, longest // 2, longest]
+    return [longest // part for part in PARTS]
 
 
 def set_name(length: int) -> str:

@@ -105,4 +105,4 @@ def test_the_limit_is_that_of_the_shortest_part(
 
 
 def test_the_longest_context_leaves_room_for_the_answer() -> None:
-    assert context_lengths(2048, 103) == [243, 972, 1945]
+    assert context_lengths(2048, 103) == [243, 648, 1945]
