@@ -60,7 +60,8 @@ def test_the_exit_code_is_the_verdict(made: FakeCheck, verdict: Verdict, code: i
 def test_every_flag_is_a_setting(made: FakeCheck, tmp_path: Path) -> None:
     run("--prompts", "a.jsonl", "--prompts", "b.jsonl", "--texts", 5, "--draft-tokens", 3,
         "--dtype", "float32", "--no-thinking", "--long-context", 512,
-        "--baseline", tmp_path / "old.json", "--fix", tmp_path / "fixed", "--save", "s.json", "--report", "r.html")  # fmt: skip
+        "--baseline", tmp_path / "old.json", "--fix", tmp_path / "fixed",
+        "--save", "s.json", "--report", "r.html")  # fmt: skip
     assert made.settings == [
         CheckSettings(
             target="owner/tiny-target",
