@@ -73,30 +73,32 @@ def leave_out_seen(
     seen = total - left
     if not seen:
         return dict(prompts), []
+    known = ""
     if record.share < 1:
         known = f" (the record holds {record.share:.0%} of the training prompts)"
-    else:
-        known = ""
     found = f"{seen} of {total} prompts of this check are training prompts of the drafter{known}"
+    remedy = "Give prompts that the drafter was not trained on: --prompts FILE."
     evidence = {"seen": seen, "prompts": total}
     if left < MIN_NEW_PROMPTS:
         message = (
             f"{found}, and only {left} are not, so they were kept; acceptance on new prompts is "
             "probably lower than measured"
         )
-        remedy = "Give prompts that the drafter was not trained on: --prompts FILE."
         return dict(prompts), [warning("training-prompts", message, remedy, **evidence)]
     message = f"{found}; they were left out"
-    remedy = "None needed. More new prompts make the estimate more precise."
     remaining = {name: part for name, part in others.items() if part}
-    return remaining, [note("training-prompts", message, remedy, **evidence)]
+    return remaining, [warning("training-prompts", message, remedy, **evidence)]
 
 
 def tasks_in_context(chat: Chat, length: int, count: int) -> list[list[int]]:
     """The same default prompts for every length, each behind as many records as fit."""
     default = prompts_or_default(())
     tasks = default[:: max(1, len(default) // count)][:count]
-    return [_in_context(chat, task.turns[0], number, length) for number, task in enumerate(tasks)]
+    # Other records for each length: nothing of a context is in the prefix cache from another one.
+    return [
+        _in_context(chat, task.turns[0], length + number, length)
+        for number, task in enumerate(tasks)
+    ]
 
 
 def _in_context(chat: Chat, task: str, number: int, max_tokens: int) -> list[int]:
