@@ -17,12 +17,11 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401 - sets the environment
+from common import provenance
 from leadout.checkpoints import read_checkpoint
 from leadout.data.chat import Chat
 from leadout.engine.calibration import CalibrationRequest, RoundRequest, TimedEngine
 from leadout.evaluate.prompts import prompts_or_default
-from leadout.provenance import Provenance
 
 BATCHES = (1, 4, 8, 16)
 STEPS, WARM_UP = 40, 6
@@ -76,7 +75,7 @@ def main() -> None:
     clock = watch(engine)
     profile = {str(batch): measure(engine, clock, prompts, batch, k) for batch in BATCHES}
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "milliseconds, median over steps",
         "k": k,
         "by_batch_size": profile,

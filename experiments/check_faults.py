@@ -44,8 +44,9 @@ from leadout.engine.offline import SessionRequest, run_session
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts
 from leadout.findings import Finding, Severity, worst_first
+from leadout.models import fingerprint
 from leadout.pairing import read_target
-from leadout.provenance import Provenance
+from leadout.provenance import Provenance, RunStart
 
 PRECISION = torch.bfloat16
 TOKENS = 64
@@ -73,6 +74,7 @@ class Case:
 
 
 def main() -> None:
+    started = RunStart.now()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("drafter", type=Path)
@@ -86,14 +88,16 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for case in track([*maker.faults(), *maker.healthy()], "cases"):
             rows.append(bench.check(case))
-            write(arguments, bench.reference, rows)
+            write(arguments, started, bench.reference, rows)
     print(json.dumps(summary(rows), indent=2))
 
 
-def write(arguments: Any, reference: float, rows: list[dict[str, Any]]) -> None:
+def write(arguments: Any, started: RunStart, reference: float, rows: list[dict[str, Any]]) -> None:
     """Called after each case, so that an interrupted run keeps its results."""
+    models = {"target": arguments.target, "drafter": arguments.drafter}
+    made = Provenance.of_this_run({r: fingerprint(f) for r, f in models.items()}, started)
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": made.model_dump(),
         "healthy_acceptance": reference,
         "faults": [row for row in rows if row["cause"] is not None],
         "healthy": [row for row in rows if row["cause"] is None],

@@ -16,6 +16,10 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from leadout.models import fingerprint
+from leadout.provenance import Provenance, RunStart
+
+STARTED = RunStart.now()
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 
@@ -38,11 +42,15 @@ ONE_THREAD = {
 }
 
 
+def provenance(**models: Path | str) -> dict[str, Any]:
+    """How the result of this script is made; `models` are folders by role, such as `drafter`."""
+    found = {role.replace("_", " "): fingerprint(Path(each)) for role, each in models.items()}
+    return Provenance.of_this_run(found, STARTED).model_dump()
+
+
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result file with its provenance first, and print it."""
-    from leadout.provenance import Provenance
-
-    text = json.dumps({"provenance": Provenance.of_this_run().model_dump(), **result}, indent=2)
+    text = json.dumps({"provenance": provenance(), **result}, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(text)

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from common import provenance
 from control_simulator.simulator import Machine, run_bare, run_oracle, run_policy
 from control_simulator.traffic import (
     HELD_OUT_TRAFFIC,
@@ -41,7 +42,6 @@ from control_simulator.traffic import (
 )
 from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome
 from leadout.control.policy import DecodingRequest, Policy
-from leadout.provenance import Provenance
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BOUND = 0.97
@@ -67,7 +67,7 @@ def main() -> None:
             for batch_size in BATCH_SIZES:
                 cells += simulate(each, machine, batch_size, arguments.clock, arguments.seeds)
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(),
         "clock": arguments.clock,
         "seeds": arguments.seeds,
         "bound": BOUND,

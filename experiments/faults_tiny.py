@@ -20,13 +20,12 @@ from pathlib import Path
 
 from rich.progress import track
 
-from common import ROOT
+from common import ROOT, provenance
 from leadout.checkpoints import CheckpointError, write_checkpoint
 from leadout.engine.pair import UnfitPairError
 from leadout.engine.serve_plan import make_plan
 from leadout.engine.settings import ServeSettings
 from leadout.pairing import read_target
-from leadout.provenance import Provenance
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.faults import FAULTS, UNDETECTABLE, Fault, serve_flags
@@ -63,7 +62,7 @@ def main() -> None:
                     "leadout": _without_paths(leadout_outcome(folder / "target", faulty, fault)),
                 }
             )
-    result = {"provenance": Provenance.of_this_run().model_dump(), "faults": rows}
+    result = {"provenance": provenance(), "faults": rows}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     arguments.table.write_text(as_markdown(rows))

@@ -24,10 +24,9 @@ from typing import Any
 
 from rich.progress import track
 
-from common import tokens_per_second
+from common import provenance, tokens_per_second
 from leadout.engine.capture_store import segment_paths
 from leadout.engine.settings import CAPTURE, SCHEDULER, CaptureSettings, with_section
-from leadout.provenance import Provenance
 from leadout.shards import read_shard
 from leadout.stats import spread
 
@@ -83,7 +82,7 @@ def main() -> None:
             numbers[arm] = captures[arm].counters.model_dump()
         written = sum(1 for path in segment_paths(Path(folder)) for _ in read_shard(path))
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "output tokens per second, and their ratio to those without capture",
         "requests_at_a_time": REQUESTS,
         "tokens_each": TOKENS,

@@ -16,12 +16,11 @@ from typing import Any
 
 from rich.progress import track
 
-import common  # noqa: F401 - sets the environment
+from common import provenance
 from leadout.console import Progress
 from leadout.evaluate.acceptance import acceptance_by_drafter
 from leadout.learn.config import CycleSettings
 from leadout.learn.gate import Trial, check_lossless, compare, decide, evaluate
-from leadout.provenance import Provenance
 from support.gate_candidates import (
     CANDIDATES,
     Candidate,
@@ -47,7 +46,7 @@ def main() -> None:
             for number, candidate in enumerate(track(CANDIDATES, description="candidates"))
         ]
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(),
         "margins": SETTINGS.model_dump(include={"gain", "base_loss"}),
         "right_decisions": sum(row["passed"] == row["deserves_to_pass"] for row in rows),
         "candidates": rows,

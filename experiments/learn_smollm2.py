@@ -33,11 +33,10 @@ import torch
 from rich.progress import track
 
 import result_charts
-from common import ROOT, SHIPPED
+from common import ROOT, SHIPPED, provenance
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts
 from leadout.engine.server import Server
-from leadout.provenance import Provenance
 from leadout.registry import Registry
 from leadout.stats import Interval, bootstrap
 
@@ -291,7 +290,7 @@ def write_result(
     measured = [*before.values(), *after.values()]
     events = [entry.model_dump(exclude={"evidence"}) for entry in Registry(loop.registry).ledger()]
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(target=loop.target, drafter=SHIPPED),
         "acceptance_before": sets[NEW]["before"]["value"],
         "acceptance_after": sets[NEW]["after"]["value"],
         "gain": sets[NEW]["change"]["value"],

@@ -32,7 +32,7 @@ from leadout.engine.serve_plan import make_plan
 from leadout.engine.server import Server
 from leadout.engine.settings import ServeSettings
 from leadout.models import fingerprint
-from leadout.provenance import Provenance
+from leadout.provenance import Provenance, RunStart
 from leadout.registry import Registry
 from leadout.stats import percentile
 
@@ -54,6 +54,7 @@ class Streams:
 
 
 def main() -> None:
+    started = RunStart.now()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target")
     parser.add_argument("drafter", type=Path)
@@ -76,8 +77,10 @@ def main() -> None:
         ledger = [entry for entry in registry.ledger() if entry.event == "swapped"]
     near = [gap for when, gap in streams.gaps if is_near(when, gap, swaps)]
     far = [gap for when, gap in streams.gaps if not is_near(when, gap, swaps)]
+    models = {"target": arguments.target, "drafter": arguments.drafter}
+    made = Provenance.of_this_run({r: fingerprint(Path(f)) for r, f in models.items()}, started)
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": made.model_dump(),
         "clients": CLIENTS,
         "tokens_each": TOKENS,
         "tensor_parallel": arguments.tensor_parallel,

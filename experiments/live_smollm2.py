@@ -27,13 +27,12 @@ from typing import Any
 
 from rich.progress import track
 
-import common  # noqa: F401 - sets the environment
+import common
 import result_charts
 from leadout.bench.setup import common_flags, rotated, write_prompts
 from leadout.checkpoints import read_checkpoint
 from leadout.engine.load_test import LoadGenerator, LoadRequest
 from leadout.engine.server import Server
-from leadout.provenance import Provenance
 from result_charts import PHASES
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "live" / "smollm2.json"
@@ -57,7 +56,9 @@ def main() -> None:
     for part in (traffic, useless, copying):
         name = part.__name__
         if name not in found and arguments.only in (None, name):
-            found |= {"provenance": Provenance.of_this_run().model_dump(), name: part(arguments)}
+            found[name] = part(arguments)
+            models = {"target": arguments.target, "drafter": arguments.drafter}
+            found["provenance"] = common.provenance(**models, random_drafter=arguments.random)
             write(found)
     print(json.dumps({k: v for k, v in found.items() if isinstance(v, float)}, indent=2))
 

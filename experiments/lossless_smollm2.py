@@ -24,12 +24,12 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common import provenance
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.generate import GREEDY, Completion, acceptance_length, decode, generate
 from leadout.dflash.propose import BlockProposer, Proposal, Proposer
 from leadout.dflash.target import Target
-from leadout.provenance import Provenance
 
 BLOCK_SIZE = 8
 Prompts = Sequence[Sequence[int]]
@@ -119,7 +119,7 @@ def main() -> None:
         )
 
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(target=arguments.target),
         "prompt_sets": [file.stem for file in arguments.prompt_files],
         "block_size": BLOCK_SIZE,
         "arms": arms,

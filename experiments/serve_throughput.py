@@ -24,9 +24,8 @@ from typing import Any
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 
-from common import tokens_per_second
+from common import provenance, tokens_per_second
 from leadout.checkpoints import read_checkpoint
-from leadout.provenance import Provenance
 
 CLASSES = {
     "leadout": "leadout.engine.draft_model:LeadoutDFlashForCausalLM",
@@ -52,7 +51,7 @@ def main() -> None:
 
     rounds = [r for first in CLASSES for r in rates_of_process(first)]
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "output tokens per second, and their ratio leadout over stock",
         "ratios": {f"concurrency {c}": summary(rounds, str(c)) for c in PROMPTS_AT},
         "rounds": rounds,

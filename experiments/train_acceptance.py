@@ -24,7 +24,8 @@ from leadout.evaluate.acceptance import accepted_drafts, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
-from leadout.provenance import Provenance
+from leadout.models import fingerprint
+from leadout.provenance import Provenance, RunStart
 
 DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -34,6 +35,7 @@ PRECISION = torch.bfloat16
 
 
 def main() -> None:
+    started = RunStart.now()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("drafter", type=Path)
@@ -48,7 +50,12 @@ def main() -> None:
         del found["texts"]
         found.update(predicted[name])
         found["difference"] = abs(found["predicted"] / found["served"] - 1)
-    result = {"provenance": Provenance.of_this_run().model_dump(), "sets": served}
+    models = {"target": arguments.target, "drafter": arguments.drafter}
+    made = Provenance.of_this_run({r: fingerprint(f) for r, f in models.items()}, started)
+    result = {
+        "provenance": made.model_dump(),
+        "sets": served,
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     for name, found in served.items():

@@ -31,7 +31,7 @@ import torch
 from rich.progress import track
 from safetensors.torch import save_file
 
-from common import link_states
+from common import link_states, provenance
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.dflash.target import Observation, Target
@@ -40,7 +40,6 @@ from leadout.evaluate.blocks import BlockForward, Split, possible_anchors, to_se
 from leadout.evaluate.hidden_states import ComputedStates, Indexed, StatesOnDisk, StateSource
 from leadout.evaluate.ranks import Ranks
 from leadout.pairing import read_target
-from leadout.provenance import Provenance
 from leadout.train.config import TrainConfig
 from leadout.train.loop import sequences_of_step
 from leadout.train.progress import Record, StepRecord
@@ -90,7 +89,7 @@ def main() -> None:
 def compare(arguments: Any, work: Path) -> None:
     run, seconds_for_states = prepare(arguments, work)
     result: dict[str, Any] = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(target=arguments.target),
         "speculators": installed_version("speculators"),
         "threads": torch.get_num_threads(),
         "data_hash": run.corpus.content_hash,

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import common  # noqa: F401 - the tiny models of the tests
+from common import provenance
 
 SAMPLES = 300
 TIMES = 10
@@ -35,8 +35,6 @@ def main() -> None:
     if arguments.one:
         train_once(*arguments.one)
         return
-    from leadout.provenance import Provenance
-
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -47,7 +45,7 @@ def main() -> None:
             found[source] = {"small": small, "large": large, "growth": growth}
             print(source, found[source], flush=True)
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(),
         "times": TIMES,
         "most_growth": MAX_GROWTH,
         "states": found,

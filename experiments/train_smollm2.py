@@ -17,9 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import ROOT, SHIPPED
+from common import ROOT, SHIPPED, provenance
 from leadout.data.manifest import DataFolder
-from leadout.provenance import Provenance
 from leadout.train.progress import curves_of, read_log
 
 SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
@@ -56,7 +55,7 @@ def main() -> None:
         run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
     shutil.rmtree(SHIPPED, ignore_errors=True)
     shutil.copytree(drafter, SHIPPED)
-    write_result(arguments.work, json.loads(measured.read_text())["sets"])
+    write_result(arguments.target, arguments.work, json.loads(measured.read_text())["sets"])
 
 
 def make_data(target: Path, prompts: Path, out: Path) -> None:
@@ -103,11 +102,11 @@ def run(command: list[object]) -> None:
         sys.exit(f"failed: {' '.join(arguments)}")
 
 
-def write_result(work: Path, acceptance: dict[str, dict[str, object]]) -> None:
+def write_result(target: Path, work: Path, acceptance: dict[str, dict[str, object]]) -> None:
     data = DataFolder(work / "data")
     report = json.loads((work / RUN / "drafter" / "training.json").read_text())
     result = {
-        "provenance": Provenance.of_this_run().model_dump(),
+        "provenance": provenance(target=target, drafter=SHIPPED),
         "data_samples": sum(c.samples for m in data.manifests for c in m.counts.values()),
         "data_response_tokens": data.response_tokens,
         "data_by_source": {

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from leadout.errors import NEGATIVE, SUCCESS, UNDECIDED, LeadoutError
 from leadout.evaluate.acceptance import AcceptanceTable
 from leadout.findings import Finding, Severity
+from leadout.provenance import Provenance
 from leadout.stats import Interval
 
 
@@ -163,3 +164,4 @@ class CheckResult(_Record):
     seconds: float = 0.0
     versions: dict[str, str] = {}
     date: str = ""
+    provenance: Provenance | None = None  # None in results of earlier versions

@@ -55,8 +55,9 @@ from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts, tasks_in_context, without_seen
 from leadout.files import FileError, require_writable, write_text
 from leadout.findings import Finding, Severity, finding, note, worst_first
-from leadout.models import local_folder
+from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_target
+from leadout.provenance import Provenance, RunStart
 from leadout.version import installed_versions
 
 TokensBySet = dict[str, list[list[int]]]  # token ids of prompts, or of the answers to them
@@ -82,7 +83,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRes
     if settings.baseline is not None:
         baseline = read_baseline(settings.baseline)
         require_same_pair(baseline, settings.target, settings.drafter)
-    began = time.monotonic()
+    began, started = time.monotonic(), RunStart.now()
     result = assess(settings, progress or Progress.silent())
     findings = result.findings
     if baseline is not None:
@@ -92,6 +93,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRes
             "findings": worst_first(findings),
             "verdict": verdict_of(findings),
             "seconds": time.monotonic() - began,
+            "provenance": Provenance.of_this_run(_fingerprints(settings), started),
         }
     )
     if settings.save is not None:
@@ -113,6 +115,16 @@ def _require_outputs(settings: CheckSettings) -> None:
     if settings.fix is not None:
         refuse_existing(settings.fix)
         require_writable("--fix", settings.fix)
+
+
+def _fingerprints(settings: CheckSettings) -> dict[str, str]:
+    """Of target and drafter; a folder without a config, which is a finding, has none."""
+    folders = {
+        "target": local_folder(settings.target),
+        "drafter": local_folder(settings.drafter),
+    }
+    with_config = {role: each for role, each in folders.items() if (each / "config.json").exists()}
+    return {role: fingerprint(folder) for role, folder in with_config.items()}
 
 
 def assess(settings: CheckSettings, progress: Progress) -> CheckResult:

@@ -41,10 +41,11 @@ from leadout.models import ModelNotFoundError, fingerprint, local_folder
 from leadout.pairing import examine
 from leadout.pairing.rules import batched_tokens_for
 from leadout.pairing.target import AS_OF, find_published, read_any_config
-from leadout.provenance import Provenance
+from leadout.provenance import machine
 from leadout.registry import Registry, RegistryError
 from leadout.settings import SettingsError
 from leadout.shards import ShardError
+from leadout.version import installed_versions
 
 AUTO = "auto"
 DRAFT_LENGTH = "num_speculative_tokens"
@@ -389,11 +390,11 @@ def _require_no_draft_length(speculation: Mapping[str, Any]) -> None:
 
 def _differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:
     """Notes on how this server differs from the measured one: the table may not be the best."""
-    then, now = tuned.provenance, Provenance.of_this_run()
+    then, versions = tuned.provenance, installed_versions()
     scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-    pairs = {name: (then.versions.get(name), now.versions.get(name)) for name in _TIMED_PACKAGES}
+    pairs = {name: (then.versions.get(name), versions.get(name)) for name in _TIMED_PACKAGES}
     pairs |= {
-        "machine": (then.machine, now.machine),
+        "machine": (then.machine, machine()),
         "model runner": (tuned.runner, model_runner(vllm_config)),
         "dtype": (tuned.dtype, str(model.dtype).removeprefix("torch.")),
     }

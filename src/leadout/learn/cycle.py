@@ -48,6 +48,7 @@ from leadout.learn.report import (
     ledger_evidence,
 )
 from leadout.models import fingerprint, last_part, local_folder
+from leadout.provenance import Provenance, RunStart
 from leadout.registry import Registry
 from leadout.train.export import SETTINGS, write_best
 from leadout.train.progress import curves_of, progress_listener, read_log
@@ -61,7 +62,7 @@ def learn(
     config: LearnConfig, *, show_progress: bool = False, lossless: LosslessCheck = check_lossless
 ) -> LearnResult | None:
     """Run one cycle; returns None on all ranks but the leading one."""
-    began = time.monotonic()
+    began, started = time.monotonic(), RunStart.now()
     inputs, work = open_inputs(config), WorkFolder(config.work_folder)
     try:
         result = _run_cycle(inputs, work, show_progress, lossless)
@@ -69,7 +70,16 @@ def learn(
         raise StoppedError(
             "Stopped. Run the same command again to continue from the last saved step."
         ) from None
-    return result and result.model_copy(update={"seconds": time.monotonic() - began})
+    if result is None:
+        return None
+    served = inputs.registry.manifest(inputs.version).fingerprint
+    models = {"target": inputs.target_fingerprint, "drafter": served}
+    return result.model_copy(
+        update={
+            "seconds": time.monotonic() - began,
+            "provenance": Provenance.of_this_run(models, started),
+        }
+    )
 
 
 def _run_cycle(

@@ -10,6 +10,7 @@ from rich.text import Text
 from leadout.console import safe, table
 from leadout.learn.config import CycleSettings, Record
 from leadout.learn.gate import Decision, Evidence
+from leadout.provenance import Provenance
 from leadout.registry import ExpectedAcceptance, LedgerEntry, Registry
 from leadout.train.config import TrainConfig
 
@@ -48,6 +49,7 @@ class LearnResult(Record):
     evidence: Evidence
     adaptation: Adaptation
     seconds: float
+    provenance: Provenance | None = None  # "drafter" is the version that was served before
 
 
 class Started(Record):

@@ -14,8 +14,9 @@ from leadout.data.manifest import DataFolder
 from leadout.errors import StoppedError
 from leadout.evaluate.ranks import joined_ranks
 from leadout.files import require_writable, write_text
-from leadout.models import local_folder
+from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_target
+from leadout.provenance import Provenance, RunStart
 from leadout.train.config import TrainConfig, TrainError
 from leadout.train.export import (
     SETTINGS,
@@ -78,6 +79,7 @@ def train(
 
     Returns None on all ranks but the leader.
     """
+    started = RunStart.now()
     if tensorboard:
         require_tensorboard()
     require_writable("--out", out)
@@ -106,7 +108,7 @@ def train(
         if not ranks.is_leader:
             return None
     try:
-        return _finish(run, inputs, status, out / DRAFTER, to, target)
+        return _finish(run, inputs, status, out / DRAFTER, to, target, started)
     except KeyboardInterrupt:
         raise StoppedError(
             f"Stopped after training, before the drafter was verified; continue with `{again}`."
@@ -199,7 +201,13 @@ def _train(run: Run, tensorboard: bool) -> RunStatus:
 
 
 def _finish(
-    run: Run, inputs: _Inputs, status: RunStatus, folder: Path, to: Format, target: str
+    run: Run,
+    inputs: _Inputs,
+    status: RunStatus,
+    folder: Path,
+    to: Format,
+    target: str,
+    started: RunStart,
 ) -> TrainReport:
     """Export the best weights, verify them in vLLM, and write the model card and the record."""
     data = inputs.data
@@ -208,6 +216,7 @@ def _finish(
         progress.say(f"wrote the drafter to {folder}; serving it on held-out prompts in vLLM")
     served = serve_held_out(run, inputs.target, folder)
     records = list(read_log(run.folder))
+    models = {"target": data.job.target_fingerprint, "drafter": fingerprint(folder)}
     report = TrainReport(
         target=data.job.target,
         drafter=str(folder),
@@ -222,6 +231,7 @@ def _finish(
         target_fingerprint=data.job.target_fingerprint,
         template_hash=data.job.template_hash,
         thinking=data.job.thinking,
+        provenance=Provenance.of_this_run(models, started),
     )
     corpus = inputs.corpus
     prompts = (corpus.samples[index].prompt for index in corpus.split.train)

@@ -25,6 +25,7 @@ from leadout.evaluate.hidden_states import ComputedStates, load_model
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.files import replacing, write_text
 from leadout.models import hub_name, last_part
+from leadout.provenance import Provenance
 from leadout.train.config import TrainConfig
 from leadout.train.progress import Curves, Record, curves_of
 from leadout.train.run import Run, evenly_spaced
@@ -81,6 +82,7 @@ class TrainReport(BaseModel):
     target_fingerprint: str | None = None
     template_hash: str | None = None
     thinking: bool | None = None
+    provenance: Provenance | None = None
 
     def text(self) -> str:
         by_source = ", ".join(

@@ -25,7 +25,7 @@ from leadout.files import require_writable
 from leadout.findings import Severity
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import Pair, examine, read_target
-from leadout.provenance import Provenance
+from leadout.provenance import Provenance, RunStart
 from leadout.stats import Interval, Sampled
 from leadout.tune.fit import Accepted, StepLaw, fit_acceptance, fit_prefill, fit_steps
 from leadout.tune.plan import TOKENS, TunePlan, make_plan, make_rounds
@@ -53,6 +53,7 @@ def plan(settings: TuneSettings) -> TunePlan:
 
 
 def tune(settings: TuneSettings, progress: Progress, tokens: int = TOKENS) -> Tuned:
+    started = RunStart.now()
     ready = prepare(settings)
     max_k = ready.checkpoint.config.max_draft_tokens
     subject = Subject(  # before the measurement: files may be replaced while it runs
@@ -80,7 +81,7 @@ def tune(settings: TuneSettings, progress: Progress, tokens: int = TOKENS) -> Tu
             "stopped by Ctrl-C. A tuning keeps no partial results: run the same command again, or "
             "with a smaller --max-batch to take less time."
         ) from None
-    return summarize(result, subject)
+    return summarize(result, subject, started)
 
 
 def prepare(settings: TuneSettings) -> Preparation:
@@ -131,7 +132,9 @@ class Subject:
     block_size: int
 
 
-def summarize(result: CalibrationResult, subject: Subject) -> Tuned:
+def summarize(
+    result: CalibrationResult, subject: Subject, started: RunStart | None = None
+) -> Tuned:
     """From measured steps to curves with intervals, and from those to the table."""
     batches = sorted({each.batch for each in result.rounds})
     laws = {batch: fit_steps(_turns(result.rounds, batch), seed=batch) for batch in batches}
@@ -139,8 +142,9 @@ def summarize(result: CalibrationResult, subject: Subject) -> Tuned:
     speedup = {batch: speedups(law, accepted) for batch, law in laws.items()}
     max_batch = max(laws)
     table = choose_table(speedup, max_batch)
+    models = {"target": subject.target.fingerprint, "drafter": subject.drafter.fingerprint}
     return Tuned(
-        provenance=Provenance.of_this_run(),
+        provenance=Provenance.of_this_run(models, started),
         target=subject.target,
         drafter=subject.drafter,
         dtype=result.dtype,
