@@ -8,6 +8,7 @@ generates it again and compares, so that no table can differ from the results.
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import learn_tables
 import quickstart_output
@@ -26,11 +27,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bench-means": result_tables.bench_means,
     "bench-sets": result_tables.bench_sets,
     "bench-rounds": result_tables.bench_rounds,
+    "bench-error": result_tables.bench_error,
     "profile": result_tables.profile,
     "overhead": result_tables.overhead,
     "acceptance-sets": result_tables.acceptance_sets,
     "lossless": result_tables.lossless,
     "faults": result_tables.faults,
+    "fault-rows": result_tables.fault_rows,
+    "check-faults": result_tables.check_faults,
     "training": result_tables.training,
     "ablations": train_tables.ablations,
     "first-weights": train_tables.first_weights,
@@ -55,14 +59,24 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str) -> str:
-    return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]]()}\n\n{found[3]}", page)
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def filled(path: Path, text: str) -> str:
+    """The text of a page with its generated parts; `{root}` in links leads to the repository."""
+    root = "../" * (len(path.relative_to(ROOT).parts) - 1)
+
+    def block(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{BLOCKS[found[2]]().replace('{root}', root)}\n\n{found[3]}"
+
+    return BLOCK.sub(block, text)
 
 
 def main() -> None:
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in pages():
         before = path.read_text()
-        after = filled(before)
+        after = filled(path, before)
         if after != before:
             path.write_text(after)
             print(f"filled {path.relative_to(ROOT)}")

@@ -1,10 +1,11 @@
 """Tables on speed, acceptance, faults, training and live control; see fill_docs.py."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean, harmonic_mean, median
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADS = ("1", "4", "8", "16")
@@ -65,13 +66,41 @@ def tuned_table() -> str:
     return table(("concurrent requests", "K"), rows)
 
 
+# Bench takes the first prompts of a file, and those of spec_bench are the ones of mt_bench.
+SAME_PROMPTS = {"spec_bench": "mt_bench"}
+
+
+class Mean(NamedTuple):
+    """Geometric mean over prompt sets and rounds, and of the lowest and the highest round."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def bench_mean(bench: Any, arm: str, load: int) -> Mean:
+    speedups: dict[int, list[float]] = defaultdict(list)  # by round
+    for cell in bench["cells"]:
+        is_counted = cell["prompt_set"] not in SAME_PROMPTS
+        if is_counted and (cell["arm"], cell["concurrency"]) == (arm, load):
+            for each in cell["rounds"]:
+                speedups[each["round"]].append(each["speedup"])
+    rounds = [geometric_mean(each) for each in speedups.values()]
+    return Mean(geometric_mean(rounds), min(rounds), max(rounds))
+
+
+def bench_sets_counted(bench: Any) -> int:
+    return len(bench["settings"]["prompts"].keys() - SAME_PROMPTS.keys())
+
+
 def bench_means() -> str:
     bench = result("bench/smollm2.json")
-    loads = sorted({mean["concurrency"] for mean in bench["geometric_means"]})
-    rows = []
-    for arm in dict.fromkeys(mean["arm"] for mean in bench["geometric_means"]):
-        found = {m["concurrency"]: m for m in bench["geometric_means"] if m["arm"] == arm}
-        rows.append([arm, *(_spread(found[load]["speedup_spread"]) for load in loads)])
+    loads = bench["settings"]["concurrencies"]
+    arms = [arm["name"] for arm in bench["settings"]["arms"] if arm["kind"] != "bare"]
+    rows = [[arm, *(bench_mean(bench, arm, load) for load in loads)] for arm in arms]
     return table(["concurrent requests", *map(str, loads)], rows)
 
 
@@ -85,19 +114,54 @@ def bench_sets() -> str:
             for cell in cells
             if cell["prompt_set"] == name and cell["arm"] == "tuned"
         }
-        rows.append([name, *(_spread(found[load]) for load in loads)])
+        same = SAME_PROMPTS.get(name)
+        shown = name if same is None else f"{name} (the prompts of {same} again)"
+        rows.append([shown, *(_spread(found[load]) for load in loads)])
     return table(["`tuned`, concurrent requests", *map(str, loads)], rows)
 
 
 def bench_rounds() -> str:
     bench = result("bench/smollm2.json")
-    rounds = bench["settings"]["rounds"]
-    near = bench["prediction"]["within_15_percent"]
+    settings, prediction = bench["settings"], bench["prediction"]
     return (
-        f"Median of {rounds} rounds, with minimum and maximum in brackets. In {near:.0%} of "
-        f"{bench['prediction']['cells']} cells the cost model of the tuned file, given the "
-        "acceptance measured in the cell, predicts the speed-up to within 15%."
+        f"Geometric mean of {bench_sets_counted(bench)} prompt sets and {settings['rounds']} "
+        "rounds, with the lowest and the highest round in brackets. Answers have "
+        f"{settings['output_tokens']} tokens, whether or not the text ends before. In "
+        f"{prediction['within_15_percent']:.0%} of {prediction['cells']} cells the cost model of "
+        "the tuned file, given the acceptance measured in the cell, predicts the speed-up to "
+        "within 15%."
     )
+
+
+def bench_error() -> str:
+    """What the same method measures where nothing differs, and how far rounds are apart."""
+    bench, same = result("bench/smollm2.json"), result("bench/random.json")
+    loads = same["settings"]["concurrencies"]
+    tuned = [cell for cell in same["cells"] if cell["arm"] == "tuned"]
+    assert all(cell["acceptance_length"] is None for cell in tuned), "the tuned arm drafted"
+    measured = [f"{bench_mean(same, 'tuned', load).value:.2f}" for load in loads]
+    ratios = cell_ratios(bench)
+    return (
+        "Compare them with the error of the method: in a second bench, with a drafter of random "
+        "weights, the tuned server drafted nothing and was bare vLLM with the same flags. It "
+        f"measured {_listed(measured)} of bare vLLM at {_listed(loads)} "
+        f"concurrent requests ({bench_sets_counted(same)} prompt sets, "
+        f"{same['settings']['rounds']} rounds; [file]({{root}}results/bench/random.json)). In the "
+        "first one, the highest speed-up of a cell is "
+        f"{median(ratios):.2f} times its lowest in the median cell, and {max(ratios):.2f} times in "
+        "the worst."
+    )
+
+
+def cell_ratios(bench: Any) -> list[float]:
+    """The highest over the lowest round of each cell."""
+    spreads = [c["speedup_spread"] for c in bench["cells"] if c["speedup_spread"] is not None]
+    return [spread["high"] / spread["low"] for spread in spreads]
+
+
+def _listed(values: Sequence[object]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}"
 
 
 def profile() -> str:
@@ -139,7 +203,7 @@ def acceptance_sets() -> str:
         (name, each["prompts"], f"{each['served']:.2f}", f"{each['predicted']:.2f}")
         for name, each in best_first
     ]
-    return table(("prompt set", "prompts", "served", "predicted by validation"), rows)
+    return table(("prompt set", "prompts", "served", "validation, same texts"), rows)
 
 
 def lossless() -> str:
@@ -163,6 +227,34 @@ def faults() -> str:
     return table(
         (f"of {len(rows)} faults", "stock vLLM", "with Leadout"),
         [(name, stock[name], ours[name]) for name in names],
+    )
+
+
+def fault_rows() -> str:
+    rows = [
+        [row[name].replace("|", "\\|").replace("\n", " ") for name in ("fault", "stock", "leadout")]
+        for row in result("faults/tiny.json")["faults"]
+    ]
+    return table(("fault", "stock vLLM 0.32", "with Leadout"), rows)
+
+
+def check_faults() -> str:
+    """Every seeded fault, and the healthy variants."""
+    found = result("check/faults.json")
+    whole = found["healthy_acceptance"]
+    rows = []
+    for fault in found["faults"]:
+        length, repaired = fault["acceptance"], fault["repaired"]
+        cost = "does not start" if length is None else f"{length:.2f} ({fault['effect']:+.1%})"
+        back = "" if repaired is None else f"{repaired:.2f} ({repaired / whole:.0%})"
+        rows.append((fault["name"], cost, fault["named"][0] if fault["named"] else "nothing", back))
+    names = ", ".join(each["name"] for each in found["healthy"])
+    summary = found["summary"]
+    faults = table(("fault", "acceptance length", "first finding", "after the repair"), rows)
+    return (
+        f"Without a fault the acceptance length on these prompts is {whole:.2f}.\n\n{faults}\n\n"
+        f"Healthy variants, none of which may be reported as faulty: {names}. "
+        f"False alarms: {summary['false_alarms']} of {summary['healthy']}."
     )
 
 
@@ -222,15 +314,27 @@ def control() -> str:
     return table([*heads, "mean", "worst"], rows)
 
 
+def live_over(arm: str, load: int) -> Mean:
+    """Throughput with live control over that of another arm: median, lowest and highest round."""
+    rounds: dict[int, dict[str, float]] = defaultdict(dict)
+    for each in result("live/smollm2.json")["traffic"]["rounds"]:
+        if each["concurrency"] == load:
+            rounds[each["round"]][each["arm"]] = harmonic_mean(each["phases"].values())
+    ratios = [each["live"] / each[arm] for each in rounds.values()]
+    return Mean(median(ratios), min(ratios), max(ratios))
+
+
+def live_useless_over_bare(load: int) -> Mean:
+    rounds = result("live/smollm2.json")["useless"]["rounds"]
+    ratios = [each["live"] / each["bare"] for each in rounds if each["concurrency"] == load]
+    return Mean(median(ratios), min(ratios), max(ratios))
+
+
 def live() -> str:
     ratios = result("live/smollm2.json")["traffic"]["ratios"]
     arms = list(next(iter(ratios.values()))["to_each_arm_over_all"])
     rows = [
-        [
-            load,
-            *(f"{each['to_each_arm_over_all'][arm]:.2f}" for arm in arms),
-            f"{each['worst_phase']:.2f}",
-        ]
+        [load, *(live_over(arm, int(load)) for arm in arms), f"{each['worst_phase']:.2f}"]
         for load, each in ratios.items()
     ]
     heads = [f"over {arm}" for arm in arms]
@@ -238,6 +342,6 @@ def live() -> str:
 
 
 def live_useless() -> str:
-    ratios = result("live/smollm2.json")["useless"]["ratios"]
-    cells = [f"{ratio:.2f}" for ratio in ratios.values()]
-    return table(["concurrent requests", *ratios], [["over bare vLLM", *cells]])
+    loads = result("live/smollm2.json")["useless"]["ratios"]
+    cells = [live_useless_over_bare(int(load)) for load in loads]
+    return table(["concurrent requests", *loads], [["over bare vLLM", *cells]])

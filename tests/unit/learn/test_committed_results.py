@@ -50,13 +50,3 @@ def test_the_overhead_of_capture_is_within_the_noise() -> None:
         assert found["ratio"][arm]["interval"][1] >= 1  # no significant loss
         assert sum(found["share_of_the_time"][arm].values()) < 0.02
     assert found["samples_on_disk"] > 0
-
-
-def test_the_readme_has_the_measured_numbers() -> None:
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    found = result("smollm2.json", "learn_smollm2.py")
-    before, after = found["acceptance_before"], found["acceptance_after"]
-    assert f"one cycle with {found['training_minutes']:.0f} minutes of training" in readme
-    assert f"raised the acceptance length from {before:.2f} to {after:.2f}" in readme
-    assert f"the base sets lost {-found['base_change']:.1%} at most" in readme
-    assert f"all {found['compared_answers']} greedy answers of the gate were the same" in readme

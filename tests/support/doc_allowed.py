@@ -1,0 +1,80 @@
+"""Numbers on the pages that are no results: patterns with the reason why each may be there."""
+
+from __future__ import annotations
+
+Allowed = tuple[tuple[str, str], ...]  # pattern, reason
+
+EVERYWHERE: Allowed = (
+    (r"vLLM(?: other than)? 0\.32(?:\.0)?|torch 2\.13(?:\.0)?|Python 3\.11", "supported versions"),
+    (
+        r"SmolLM2(?:-135M)?(?:-Instruct)?|gsm8k|math500|Apache-2\.0|DFlash 2|EAGLE-3|jinja2",
+        "names of models, prompt sets, algorithms, libraries and licences",
+    ),
+    (r"\bb?float(?:16|32)\b|\bV[12]\b|\b\dB\b", "names of types, runners and model sizes"),
+    (r"\b20\d\d(?:-\d\d-\d\d)?\b", "dates"),
+    (r"\bK = (?:B ?- ?1|\d)|\b[BKi] ?[-+] ?1\b", "definitions of K, B and layer ids"),
+    (r"exit code[^.|]*", "exit codes"),
+    (r"\btwo (?:CPU )?(?:cores|workers)\b", "the machine; compared with the results' provenance"),
+    (r"95% (?:confidence )?intervals?", "the level of all intervals"),
+    (r"\btwo (?:best tokens|tokens|texts|formats|phases|steps)\b", "a pair of things, not a count"),
+)
+
+BY_PAGE: dict[str, Allowed] = {
+    "docs/alternatives.md": ((r"\b0\.3 of August", "version of SpecForge that was read"),),
+    "docs/architecture.md": ((r"a few hundred lines", "the size of the code"),),
+    "docs/bench.md": (
+        (r"from three rounds on", "a rule of leadout.bench"),
+        (r"at least 3,", "a rule of leadout.bench"),
+    ),
+    "docs/concepts/acceptance-length.md": ((r"on five prompt sets", "drawn in the figure"),),
+    "docs/concepts/break-even.md": (
+        (r"at three loads", "drawn in the figure"),
+        (r"above some load it is 0", "a draft length"),
+    ),
+    "docs/concepts/dflash.md": ((r"Five drafts take five passes", "arithmetic"),),
+    "docs/concepts/lossless.md": ((r"min\(1,|max\(0,", "a formula"),),
+    "docs/concepts/speculative-decoding.md": (
+        (r"five drafts, two of them accepted", "an example, drawn in the figure"),
+    ),
+    "docs/decisions.md": ((r"the half second that", "a limit that a test enforces"),),
+    "docs/howto/metrics.md": (
+        (r"0 is the first", "an index"),
+        (r"Acceptance length near 1", "the smallest possible value"),
+        (r"of 2 does not mean twice the speed", "an example"),
+        (r"half hour is a tenth below|a fifth below", "thresholds of ops/prometheus/alerts.yml"),
+    ),
+    "docs/howto/serve.md": ((r"1 disables the warning", "a setting"),),
+    "docs/howto/train.md": (
+        (r"by default 2 for targets below 1B parameters, else 5", "defaults"),
+        (r"write 2,000 prompts", "the number in the command above it"),
+    ),
+    "docs/learn.md": (
+        (r"the newest fifth|Half of the training text|half its learning rate", "defaults"),
+    ),
+    "docs/limits.md": (
+        (r"training on two ranks", "a test"),
+        (r"24 GB", "the machine"),
+        (r"temperature above 0", "a setting"),
+    ),
+    "docs/quickstart.md": (
+        (r"has 270 MB", "bytes of its weights"),
+        (r"Three servers", "those of the command below"),
+    ),
+    "docs/reference/commands.md": ((r"^\| \d+ \|", "exit codes"),),
+    "docs/results.md": (
+        (r"and two experiments", "those of the sentence"),
+        (r"one or two hundredths", "a warning, not a measurement"),
+        (r"the two also differ", "those of the table"),
+    ),
+    "docs/scale.md": (
+        # Arithmetic with bytes per token id, and the run of the table's last line.
+        (r"a billion tokens are at most 7 GB", "arithmetic"),
+        (r"a million tokens|the 800 million|per million", "units of the tables"),
+    ),
+    "docs/swap.md": ((r"whether the two are compared", "those of the sentence"),),
+    "docs/tune.md": (
+        (r"batch size \(1, 2, 4,", "the measured batch sizes"),
+        (r"Two engines|the two terms|two upper bounds", "those of the sentence"),
+        (r"above 1\)|near 1,", "the speed of a bare server"),
+    ),
+}

@@ -1,0 +1,329 @@
+"""Phrases with numbers by page, each built from the result file or the code that has the number."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from typing import Any
+
+import result_tables
+import scale_tables
+
+from leadout.control.policy import MAX_PROBE_INTERVAL, PROBE_TIME_SHARE
+from leadout.control.prompt_lookup import MIN_MATCH
+from leadout.control.tuned_file import NEARLY_EQUAL
+from leadout.engine.calibration import GPU_SHARE
+from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
+from leadout.learn.config import LearnConfig
+from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS
+from support.models import ROOT
+from support.ops_files import rules
+
+SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
+_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def word(number: int) -> str:
+    return _WORDS[number]
+
+
+def if_true(condition: bool, phrase: str) -> str:
+    """A phrase that holds under a condition; otherwise one that no page has."""
+    return phrase if condition else f"NOT TRUE ANY MORE: {phrase}"
+
+
+def claims() -> dict[str, list[str]]:
+    learned, candidates = LearnConfig.model_fields, result("learn/gate.json")["candidates"]
+    (duration,) = {rule["for"] for rule in rules() if rule.get("alert") == "LeadoutBelowBreakEven"}
+    return {
+        "README.md": [_faults(), *_readme_speed(), *_readme_learning(), *_readme_training()],
+        "docs/alternatives.md": [
+            f"{name} {version}" for name, version in versions_of_alternatives().items()
+        ],
+        "docs/concepts/acceptance-length.md": _acceptance_length(),
+        "docs/concepts/break-even.md": [_loss_at_sixteen(), f"default to {DEFAULT_BREAK_EVEN}"],
+        "docs/concepts/dflash.md": _dflash(),
+        "docs/concepts/lossless.md": _lossless(),
+        "docs/decisions.md": ["0.1.0 and 0.9.0"],  # the pins of .ci/environment
+        "docs/howto/metrics.md": [
+            f"for {duration.removesuffix('m')} minutes",
+            f"({DEFAULT_BREAK_EVEN}) for ({DEFAULT_MINUTES:g})",
+        ],
+        "docs/howto/train.md": _howto_train(),
+        "docs/index.md": [_faults()],
+        "docs/learn.md": [
+            f"at least {learned['gain'].default:.0%}",
+            f"at most {learned['base_loss'].default:.0%}",
+            f"the newest {MAX_REQUESTS:,} requests",
+            f"cut to {MAX_LENGTH:,} tokens",
+            f"{word(len(candidates)).capitalize()} prepared candidates",
+        ],
+        "docs/limits.md": _limits(),
+        "docs/live.md": [*_live_simulated(), *_live_served(), *_prompt_lookup()],
+        "docs/quickstart.md": _quickstart(),
+        "docs/results.md": _results(),
+        "docs/scale.md": _scale(),
+        "docs/tune.md": [f"with {GPU_SHARE:.0%} of the memory", f"({NEARLY_EQUAL:.0%})"],
+    }
+
+
+def versions_of_alternatives() -> dict[str, str]:
+    """Versions of the alternatives; those that tests use are pinned where CI installs them."""
+    pinned = (ROOT / ".ci" / "environment").read_text()
+    found = dict(re.findall(r"\b(dflash|speculators)==([\d.]+)", pinned))
+    return {
+        "speculators": found["speculators"],
+        "dflash": found["dflash"],
+        "SpecForge": "0.3",
+        "dflash-mlx": "0.1.8",
+    }
+
+
+def supported_vllm() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: list[str] = project["optional-dependencies"]["cpu"]
+    return found
+
+
+def _faults() -> str:
+    rows = result("faults/tiny.json")["faults"]
+    silent = sum(row["stock"] == "serves, no error" for row in rows)
+    return f"stock vLLM serves {silent} of {len(rows)} seeded faults"
+
+
+def _readme_speed() -> list[str]:
+    tuned = result("bench/smollm2-tuned.json")
+    first, *_, last = tuned["table"]
+    rounds = len({each["round"] for each in result("live/smollm2.json")["traffic"]["rounds"]})
+    one, eight = (result_tables.live_over("bare", load) for load in (1, 8))
+    return [
+        f"from {first[2]} at one request to {last[2]} at {last[0]} and more",
+        f"no significant gain above {tuned['loses_above']} requests",
+        f"the median of {word(rounds)} rounds was {one} times the speed of bare vLLM with one "
+        f"request at a time and {eight} times with eight",
+    ]
+
+
+def _readme_learning() -> list[str]:
+    found = result("learn/smollm2.json")
+    gain = found["sets"]["tickets"]["change"]
+    base = [found["sets"][name]["change"] for name in ("gsm8k", "humaneval", "mt_bench")]
+    worst = min(base, key=lambda change: change["value"])
+    return [
+        f"one cycle with {found['training_minutes']:.0f} minutes of training raised the "
+        f"acceptance length from {found['acceptance_before']:.2f} to "
+        f"{found['acceptance_after']:.2f} (by {gain['low']:.0%} to {gain['high']:.0%}, 95% "
+        "interval)",
+        f"changed by {worst['value']:+.1%} ({worst['low']:+.1%} to {worst['high']:+.1%})",
+        if_true(
+            found["changed_answers"] == found["failed_requests"] == 0,
+            f"no request failed, and all {found['compared_answers']} greedy answers of the gate",
+        ),
+    ]
+
+
+def _readme_training() -> list[str]:
+    run = result("train/smollm2.json")
+    sets = run["acceptance"]
+    served = {name: f"{sets[name]['served']:.2f}" for name in ("gsm8k", "humaneval", "mt_bench")}
+    worst = max(each["difference"] for each in sets.values())
+    return [
+        f"after {run['training_minutes']:.0f} minutes of training",
+        f"acceptance length is {served['gsm8k']} on gsm8k, {served['humaneval']} on humaneval and "
+        f"{served['mt_bench']} on mt_bench",
+        f"agrees with each of the {word(len(sets))} sets to within "
+        f"{math.ceil(1000 * worst) / 10:g}%",
+    ]
+
+
+def _acceptance_length() -> list[str]:
+    sets = result("train/smollm2.json")["acceptance"]
+    worst = max(each["difference"] for each in sets.values())
+    return [f"On the {word(len(sets))} sets above the two differ by {worst:.1%} at most"]
+
+
+def _loss_at_sixteen() -> str:
+    tuned = result("bench/smollm2-tuned.json")
+    bare, verify, draft = (
+        tuned[part]["16"][k]["value"]
+        for part, k in (("verify", "0"), ("verify", "5"), ("draft", "5"))
+    )
+    length = tuned["acceptance"]["tokens"]["5"]["value"]
+    return if_true(
+        (verify + draft) / bare > 2 > length,
+        "At sixteen the same drafts are a loss: a step takes more than twice as long and yields "
+        "fewer than two tokens",
+    )
+
+
+def _dflash() -> list[str]:
+    step = result("bench/profile.json")["by_batch_size"]["1"]
+    weights = (SHIPPED / "model.safetensors").stat().st_size / 2  # bfloat16
+    return [
+        f"has {weights / 1e6:.1f} million weights",
+        f"of a step of {step['step']:.1f} ms the target's layers take {step['target layers']:.1f} "
+        f"ms, the draft layers {step['drafter, layers']:.1f} ms",
+    ]
+
+
+def _lossless() -> list[str]:
+    arms = result("lossless/smollm2.json")["arms"]
+    largest = max(arm["batch_size"] for arm in arms)
+    checked = result("quickstart/check.json")["lossless"]
+    apart = max(each["logit_gap"] for each in checked["divergences"])
+    return [
+        f"The reference decodes {arms[0]['prompts']} prompts",
+        if_true(
+            all(arm["equal_texts"] == arm["prompts"] for arm in arms),
+            f"in batches of {largest}: all texts equal plain decoding",
+        ),
+        f"{checked['equal_texts']} of {checked['texts']} texts are equal with and without drafts",
+        f"at most {apart:.2g} apart",
+    ]
+
+
+def _howto_train() -> list[str]:
+    run = result("train/smollm2.json")
+    return [
+        f"took {run['training_minutes']:.0f} minutes of training",
+        f"its {run['data_response_tokens']:,} tokens of text",
+        f"trained with {run['runs'][0]['settings']['learning_rate']}",
+    ]
+
+
+def _about_a_tenth(phrase: str) -> str:
+    """What live control loses with a useless drafter at 8 and more requests."""
+    ratios = [result_tables.live_useless_over_bare(load).value for load in (8, 16)]
+    return if_true(all(0.88 <= ratio <= 0.92 for ratio in ratios), phrase)
+
+
+def _limits() -> list[str]:
+    bench, live = result("bench/smollm2.json"), result("live/smollm2.json")
+    kinds = len(live["traffic"]["rounds"][0]["phases"])
+    return [
+        f"{word(bench['settings']['rounds']).capitalize()} rounds are few",
+        f"one pair and {word(kinds)} kinds of text",
+        _about_a_tenth("[loses about a tenth]"),
+    ]
+
+
+def _live_simulated() -> list[str]:
+    simulated = result("control/simulator.json")
+    fair = [cell for cell in simulated["cells"] if not cell["adversary"]]
+    lured = min(cell["of_bare"] for cell in simulated["cells"] if cell["adversary"])
+    below = simulated["held_out"]["below_bound"]
+    one_kind = [cell for cell in below if cell[0] == "requests that switch to translation"]
+    wrong = max(
+        steps for each in simulated["wrong_prior_steps"].values() for steps in each.values()
+    )
+    return [
+        f"for at most {PROBE_TIME_SHARE:.0%} of the time, and at the latest {MAX_PROBE_INTERVAL} "
+        "steps after the last one",
+        f"one of {len({cell['batch'] for cell in fair})} batch sizes",
+        f"at least {simulated['bound']} of the oracle's tokens per second",
+        *(_distance(fair, held_out) for held_out in (False, True)),
+        f"Of the {len(below)} cells below, {len(one_kind)} are one kind",
+        "every 200 steps",  # of control_simulator/traffic.py
+        f"lasts {wrong} steps at most",
+        f"the worst cell has {min(cell['of_bare'] for cell in fair):.3f}",
+        f"{lured:.2f} of a bare engine in the worst cell",
+    ]
+
+
+def _distance(fair: list[Any], held_out: bool) -> str:
+    cells = [cell for cell in fair if cell["held_out"] == held_out]
+    kinds = len({cell["traffic"] for cell in cells})
+    near = sum(cell["of_oracle"] >= 0.97 for cell in cells)
+    mean = sum(cell["of_oracle"] for cell in cells) / len(cells)
+    worst = min(cell["of_oracle"] for cell in cells)
+    return (
+        f"({kinds} kinds): {near} of {len(cells)} cells; {mean:.3f} on average, {worst:.3f} in "
+        "the worst"
+    )
+
+
+def _live_served() -> list[str]:
+    found = result("live/smollm2.json")
+    rounds = len({each["round"] for each in found["traffic"]["rounds"]})
+    script = (ROOT / "experiments" / "live_smollm2.py").read_text()
+    (tokens,) = re.findall(r"^TOKENS = (\d+)", script, re.MULTILINE)
+    over = {
+        (arm, load): result_tables.live_over(arm, load)
+        for arm in ("bare", "tuned")
+        for load in (1, 8)
+    }
+    useless = [str(result_tables.live_useless_over_bare(load)) for load in (1, 4, 8, 16)]
+    copying = {name: f"{ratio:.2f}" for name, ratio in found["copying"]["ratios"].items()}
+    little = ("summarization", "rag", "coding", "qa", "writing")
+    best = min(("bare", "fixed-2", "fixed-5", "tuned"), key=lambda a: _over_all(found, a))
+    return [
+        f"{word(rounds)} rounds of {tokens}-token answers",
+        f"{over['bare', 1]} times the tokens per second of bare vLLM with one request at a time "
+        f"and {over['bare', 8]} times with eight; {over['tuned', 1]} and {over['tuned', 8]} times "
+        "those of the tuned table",
+        if_true(best == "tuned", "the best of the other arms"),
+        f"{found['phase_worst_ratio']:.2f} of the best fixed length",
+        f"{', '.join(useless[:3])} and {useless[3]} of bare vLLM at 1, 4, 8 and 16 requests",
+        f"{copying['translation']} on translation",
+        ", ".join(f"{name} {copying[name]}" for name in little),
+    ]
+
+
+def _over_all(found: Any, arm: str) -> float:
+    ratios = found["traffic"]["ratios"].values()
+    return sum(each["to_each_arm_over_all"][arm] for each in ratios)
+
+
+def _prompt_lookup() -> list[str]:
+    copying = result("control/copying.json")
+    row = copying["by_match"][str(MIN_MATCH)]["all"]
+    return [
+        f"the last {MIN_MATCH} tokens",
+        f"{row['offered']:.0%} of the steps have such a draft, and {row['stood_per_offer']:.1f} of "
+        f"its {copying['k']} tokens are accepted",
+    ]
+
+
+def _quickstart() -> list[str]:
+    bench, large = result("quickstart/bench.json"), result("bench/smollm2.json")
+    checked = result("quickstart/check.json")
+    offline, served = checked["offline"]["overall"]["length"], checked["served"][0]["length"]
+    sets = word(result_tables.bench_sets_counted(large))
+    return [
+        f"yields {offline['value']:.2f} tokens on average offline and {served:.2f} served",
+        f"{word(bench['settings']['rounds'])} rounds",
+        f"{sets} prompt sets at {word(len(large['settings']['concurrencies']))} loads",
+    ]
+
+
+def _results() -> list[str]:
+    first = result("train/from_target_layers.json")["runs"][-1]["settings"]
+    bench = (ROOT / "experiments" / "bench_smollm2.py").read_text()
+    draft_vocab = int(re.findall(r"^DRAFT_VOCAB = ([\d_]+)", bench, re.MULTILINE)[0])
+    vocabulary = json.loads((SHIPPED / "config.json").read_text())["vocab_size"]
+    rounds = len({each["round"] for each in result("live/smollm2.json")["traffic"]["rounds"]})
+    return [
+        f"blocks of {first['block_size']}",
+        f"{draft_vocab:,} of the {vocabulary:,} tokens",
+        f"Medians of {word(rounds)} rounds",
+        _about_a_tenth("At 8 and more requests live control costs about a tenth"),
+    ]
+
+
+def _scale() -> list[str]:
+    large = scale_tables.LARGE
+    return [
+        f"{large['layers']} layers of width {large['hidden']} with {large['kv'] // 128} KV heads "
+        f"of 128, and a drafter of {large['draft_layers']} layers with {large['taps']} taps",
+        if_true(
+            round(large["layers"] / large["draft_layers"]) == 7,
+            f"{large['draft_layers']} draft layers next to {large['layers']} target layers need "
+            "one seventh more KV cache",
+        ),
+    ]

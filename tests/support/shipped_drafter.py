@@ -1,0 +1,91 @@
+"""Which results were made with the drafter that ships, by the fingerprints that they name.
+
+Every committed result that has a drafter must name the shipped one, because README and docs state
+it as a result of that drafter.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from leadout.models import fingerprint
+from support.models import ROOT
+
+RESULTS = ROOT / "results"
+SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
+
+# By the fingerprint of the shipped drafter, those of drafters that `leadout convert` made from it:
+# with another shipped drafter they no longer count.
+DERIVED = {
+    "fd131f2757e80d63fceb35f375e75e6bdd842bba2da7e398835d5d7a50b1a27c": {
+        # Reduced to a draft vocabulary of 14,000 tokens, by experiments/bench_smollm2.py.
+        "9123f8917bf33b8cfb358fbfb2c7110014117e4f629ec59420065c759e9d5c59",
+    },
+}
+
+# Results that are not about the shipped drafter, which the pages say where they show them.
+OTHER_DRAFTERS = {
+    "bench/random.json": "a useless drafter with random weights",
+    "bench/random-tuned.json": "a useless drafter with random weights",
+    "control/copying.json": "prompt lookup, without a drafter",
+    "control/simulator.json": "simulated acceptance and costs",
+    "data/kill.json": "text of a tiny target, without a drafter",
+    "faults/tiny.json": "tiny drafters with seeded faults",
+    "learn/gate.json": "prepared candidates for a tiny target",
+    "lossless/smollm2.json": "drafts that are never and always accepted",
+    "quickstart/answer.json": "an answer of the target",
+    "train/ablations.json": "short runs that differ in one setting each",
+    "train/against_speculators.json": "short runs of two trainers",
+    "train/from_target_layers.json": "the first drafter's own training",
+    "train/kill.json": "a drafter for a tiny target",
+    "train/memory.json": "drafters for a tiny target",
+}
+
+# Made before fingerprints were recorded; measured again later. The list can only shrink: a test
+# fails if a result on it names its drafter. The values say which drafter it was, as far as known.
+MADE_BEFORE_FINGERPRINTS = {
+    "bench/profile.json": "first",
+    "bench/smollm2.json": "shipped",
+    "check/faults.json": "first",
+    "learn/capture.json": "first",
+    "learn/smollm2.json": "first",
+    "learn/swaps.json": "first",
+    "live/smollm2.json": "first",
+    "quickstart/bench.json": "shipped",
+    "quickstart/check.json": "shipped",
+    "serve/throughput.json": "one before the first",
+    "train/smollm2.json": "shipped",
+}
+
+
+def drafters_of(result: Any) -> set[str]:
+    """Fingerprints of the drafters that a result names, in its provenance or as a tuned file."""
+    models = (result.get("provenance") or {}).get("models") or {}
+    found = {print_ for role, print_ in models.items() if role.split()[0] == "drafter"}
+    tuned = result.get("drafter")
+    return found | ({tuned["fingerprint"]} if isinstance(tuned, dict) else set())
+
+
+def accepted_fingerprints() -> set[str]:
+    shipped = fingerprint(SHIPPED)
+    return {shipped} | DERIVED.get(shipped, set())
+
+
+def problem_of(name: str, result: Any) -> str | None:
+    """Why a result may not be shown as one of the shipped drafter."""
+    drafters = drafters_of(result)
+    if name in OTHER_DRAFTERS:
+        return None
+    if name in MADE_BEFORE_FINGERPRINTS:
+        return f"{name} names its drafter: remove it from the exceptions" if drafters else None
+    if not drafters:
+        return f"{name} does not name its drafter: record its fingerprint in the provenance"
+    wrong = drafters - accepted_fingerprints()
+    return f"{name} was made with another drafter: {sorted(wrong)[0][:12]}" if wrong else None
+
+
+def committed_results() -> dict[str, Any]:
+    paths: list[Path] = sorted(RESULTS.rglob("*.json"))
+    return {str(path.relative_to(RESULTS)): json.loads(path.read_text()) for path in paths}

@@ -1,0 +1,70 @@
+"""Figures in README and docs come from results of the drafter that ships."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from leadout.models import fingerprint
+from support import shipped_drafter
+from support.shipped_drafter import (
+    DERIVED,
+    MADE_BEFORE_FINGERPRINTS,
+    OTHER_DRAFTERS,
+    SHIPPED,
+    committed_results,
+    problem_of,
+)
+
+ANOTHER = "0" * 64
+
+
+def result_with(**models: str) -> dict[str, Any]:
+    return {"provenance": {"command": "leadout bench", "models": models}}
+
+
+@pytest.mark.parametrize("name", committed_results())
+def test_a_result_is_of_the_shipped_drafter(name: str) -> None:
+    assert problem_of(name, committed_results()[name]) is None
+
+
+def test_exceptions_exist_and_are_listed_once() -> None:
+    assert OTHER_DRAFTERS.keys() | MADE_BEFORE_FINGERPRINTS.keys() <= committed_results().keys()
+    assert not OTHER_DRAFTERS.keys() & MADE_BEFORE_FINGERPRINTS.keys()
+    assert DERIVED.keys() == {fingerprint(SHIPPED)}
+
+
+def test_a_result_of_another_drafter_is_refused() -> None:
+    shipped = fingerprint(SHIPPED)
+    assert problem_of("bench/new.json", result_with(target=ANOTHER, drafter=shipped)) is None
+    found = problem_of("bench/new.json", result_with(drafter=ANOTHER))
+    assert found == "bench/new.json was made with another drafter: 000000000000"
+    both = {"drafter": shipped, "drafter reduced": ANOTHER}
+    assert "another drafter" in str(problem_of("bench/new.json", result_with(**both)))
+
+
+def test_a_tuned_file_of_another_drafter_is_refused() -> None:
+    tuned = {"provenance": {"command": "x"}, "drafter": {"name": "a", "fingerprint": ANOTHER}}
+    assert "another drafter" in str(problem_of("bench/new-tuned.json", tuned))
+
+
+def test_a_result_that_does_not_name_its_drafter_is_refused() -> None:
+    assert "does not name" in str(problem_of("bench/new.json", result_with(target=ANOTHER)))
+    assert "does not name" in str(problem_of("bench/new.json", {"provenance": {"command": "x"}}))
+
+
+def test_an_exception_that_is_no_longer_needed_is_reported() -> None:
+    measured_again = result_with(drafter=fingerprint(SHIPPED))
+    name = next(iter(MADE_BEFORE_FINGERPRINTS))
+    assert (
+        problem_of(name, measured_again)
+        == f"{name} names its drafter: remove it from the exceptions"
+    )
+
+
+def test_derived_drafters_count_only_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    (reduced,) = DERIVED[fingerprint(SHIPPED)]
+    assert problem_of("bench/new.json", result_with(drafter=reduced)) is None
+    monkeypatch.setattr(shipped_drafter, "fingerprint", lambda folder: "1" * 64)
+    assert "another drafter" in str(problem_of("bench/new.json", result_with(drafter=reduced)))
