@@ -17,7 +17,9 @@ repeated.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import random
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +31,10 @@ from rich.progress import track
 
 import common
 import result_charts
-from leadout.bench.setup import common_flags, rotated, write_prompts
+from leadout.bench.setup import common_flags
+from leadout.bench.turns import ArmServer, in_waves
 from leadout.checkpoints import read_checkpoint
-from leadout.engine.load_test import LoadGenerator, LoadRequest
+from leadout.engine.load_test import LoadRequest, LoadResult, client_session
 from leadout.engine.server import Server
 from result_charts import PHASES
 
@@ -41,6 +44,7 @@ USELESS_REQUESTS = {1: 3, 4: 4, 8: 8, 16: 16}
 CATEGORIES = ("summarization", "rag", "coding", "qa", "writing", "translation")
 PROMPT_LOOKUP_REQUESTS = 4
 TOKENS = 64
+SECONDS = 4.0  # of a phase
 Rates = dict[str, float]  # output tokens per second
 
 
@@ -169,9 +173,8 @@ def copying(arguments: Any) -> dict[str, Any]:
 @contextmanager
 def stage(arguments: Any, arms: Mapping[str, list[str]]) -> Iterator[Any]:
     """Running servers, and a function that measures the throughput of one of them."""
-    flags = [*common_flags([16], len(arms), on_cpu=True), "--max-model-len", "2048"]
+    flags = [*common_flags([16], on_cpu=True, servers=len(arms)), "--max-model-len", "2048"]
     with ExitStack() as stack:
-        generator = stack.enter_context(LoadGenerator(arguments.work / "load.log"))
         servers = {}
         for name, arm_flags in track(arms.items(), description="servers"):
             command = [sys.executable, "-m", "leadout", "serve", str(arguments.target)]
@@ -180,17 +183,26 @@ def stage(arguments: Any, arms: Mapping[str, list[str]]) -> Iterator[Any]:
 
         def run(arm: str, texts: Sequence[str], concurrency: int) -> float:
             request = LoadRequest(
-                url=servers[arm].url,
-                prompts=write_prompts(texts, arguments.work / "prompts.jsonl"),
-                requests=len(texts),
-                concurrency=concurrency,
-                output_tokens=TOKENS,
+                prompts=tuple(texts), concurrency=concurrency, output_tokens=TOKENS
             )
-            return generator.run(request).tokens_per_second
+            return asyncio.run(load_for(servers[arm], request, SECONDS)).tokens_per_second
 
         for name in servers:  # every batch size once
             run(name, prompts_of(arguments, "gsm8k", 0, 16), 16)
         yield run
+
+
+async def load_for(server: Server, request: LoadRequest, seconds: float) -> LoadResult:
+    async with client_session() as session:
+        alone = {"server": ArmServer("server", server, session)}
+        rounds = in_waves(alone, request, seconds, random.Random(0), rounds=1)
+        return (await anext(rounds))["server"]
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The same names, starting with another one."""
+    start = by % len(names)
+    return [*names[start:], *names[:start]]
 
 
 def draft_length(k: int) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ Indices = NDArray[np.int64]
 LEVEL = 0.95
 RESAMPLES = 2000
 DRAWS = 1000  # of a `Sampled` estimate
-MIN_ROUNDS_FOR_INTERVAL = 3
+MIN_ROUNDS_FOR_INTERVAL = 6
 _MIN_WEIGHT = 1e-9  # a point that a draw left out takes the value of its neighbours
 
 
@@ -80,7 +80,7 @@ def ratio_interval(parts: Floats, wholes: Floats) -> Interval:
 
 
 class Spread(BaseModel):
-    """A median over rounds with its range, quartiles and interval."""
+    """A median over rounds with its range and quartiles."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -90,17 +90,10 @@ class Spread(BaseModel):
     high: float  # maximum
     lower_quartile: float
     upper_quartile: float
-    interval: tuple[float, float] | None  # 95%, of the median; None with too few rounds
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The interval is None with fewer than `MIN_ROUNDS_FOR_INTERVAL` values."""
-    found = np.asarray(values, dtype=np.float64)
-    lower, upper = np.percentile(found, [25, 75])
-    interval = None
-    if len(values) >= MIN_ROUNDS_FOR_INTERVAL:
-        of_median = bootstrap(len(values), lambda drawn: np.median(found[drawn], axis=-1))
-        interval = (of_median.low, of_median.high)
+    lower, upper = np.percentile(np.asarray(values, dtype=np.float64), [25, 75])
     return Spread(
         rounds=len(values),
         median=statistics.median(values),
@@ -108,22 +101,49 @@ def spread(values: Sequence[float]) -> Spread:
         high=max(values),
         lower_quartile=float(lower),
         upper_quartile=float(upper),
-        interval=interval,
     )
 
 
-def ratios(arm: Mapping[int, float], bare: Mapping[int, float]) -> dict[int, float]:
-    """Ratios by round, for the rounds in which both arms were measured."""
-    return {number: arm[number] / bare[number] for number in sorted(arm) if number in bare}
+class Ratio(BaseModel):
+    """A geometric mean of paired ratios; no interval with fewer rounds than 6."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: float
+    low: float | None  # 95% interval
+    high: float | None
+    pairs: int
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.2f}"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def geometric_mean(by_set: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Geometric mean over prompt sets, for the rounds that all of them have."""
-    rounds = set.intersection(*(set(one) for one in by_set)) if by_set else set()
-    return {
-        number: math.exp(statistics.fmean(math.log(one[number]) for one in by_set))
-        for number in sorted(rounds)
-    }
+def paired_ratio(by_set: Sequence[Sequence[float]]) -> Ratio:
+    """The geometric mean over sets of the ratios of their rounds.
+
+    The interval is a percentile bootstrap of the log ratios over the rounds of each set. With few
+    rounds the percentiles of a bootstrap are too narrow; their distance from the mean is increased
+    by what Student's t adds to the normal quantile, and by sqrt(n / (n - 1)) for the variance.
+    """
+    from scipy import stats
+
+    logs = [np.log(np.asarray(values, dtype=np.float64)) for values in by_set]
+    value = float(np.mean([rounds.mean() for rounds in logs]))
+    pairs = sum(map(len, logs))
+    if min(map(len, logs)) < MIN_ROUNDS_FOR_INTERVAL:
+        return Ratio(value=math.exp(value), low=None, high=None, pairs=pairs)
+    draw = np.random.default_rng(0)
+    errors = np.zeros(RESAMPLES)  # of the mean over sets
+    for rounds in logs:
+        count = len(rounds)
+        means = rounds[draw.integers(count, size=(RESAMPLES, count))].mean(axis=1)
+        errors += (means - rounds.mean()) * math.sqrt(count / (count - 1)) / len(logs)
+    edge = (1 - LEVEL) / 2
+    wider = stats.t.ppf(edge, df=pairs - len(logs)) / stats.norm.ppf(edge)
+    low, high = value + wider * np.quantile(errors, [edge, 1 - edge])
+    return Ratio(value=math.exp(value), low=math.exp(low), high=math.exp(high), pairs=pairs)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -1,4 +1,4 @@
-"""`leadout bench` on a tiny pair: real servers, vLLM's own load, and the page in a browser."""
+"""`leadout bench` on a tiny pair: real servers in turns, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
 K = TINY_DRAFTER.max_draft_tokens
 TOKENS, CONCURRENCIES, ROUND_COUNT = 12, (1, 4), 3
-KILLED_AFTER = 2  # cells
+ARMS = ("bare", "bare-again", "fixed")
+KILLED_AFTER = 3  # measurements: one round
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Servers run as users run them, and log which plugins they load.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "DEBUG",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # there are two of them
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # there are three of them
 }
 
 
@@ -58,7 +59,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     words = [sys.executable, "-m", "leadout", "bench", str(target), "--draft", str(drafter)]
     words += ["--prompts", str(folder / "words.jsonl"), "--out", str(folder / "out")]
     words += [word for c in CONCURRENCIES for word in ("--concurrency", str(c))]
-    words += ["--rounds", str(ROUND_COUNT), "--waves", "2", "--output-tokens", str(TOKENS)]
+    words += ["--rounds", str(ROUND_COUNT), "--seconds", "0.5", "--output-tokens", str(TOKENS)]
+    words += ["--turns", "slices"]
     words += ["--json", "--resume", "--", "--dtype", "float32", "--max-model-len", "256"]
     killed, left = _kill_on_its_way(words, folder / "out" / ROUNDS)
     before = RoundsFile(folder / "out").read()
@@ -85,8 +87,8 @@ def _kill_on_its_way(words: list[str], rounds: Path) -> tuple[list[Process], lis
 
 
 def test_a_kill_leaves_no_process_behind(story: Story) -> None:
-    assert sum("EngineCore" in process.command for process in story.killed) == 2
-    assert any("leadout.engine.load_test" in process.command for process in story.killed)
+    """Also none of those that were stopped at that moment."""
+    assert sum("EngineCore" in process.command for process in story.killed) == len(ARMS)
     assert story.left_by_kill == []
 
 
@@ -95,53 +97,44 @@ def test_a_resumed_bench_measures_nothing_twice(story: Story) -> None:
     assert len(story.before_resume) >= KILLED_AFTER
     assert after[: len(story.before_resume)] == story.before_resume
     cells = [each.cell for each in after]
-    assert len(cells) == len(set(cells)) == len(CONCURRENCIES) * ROUND_COUNT * 2
+    assert len(cells) == len(set(cells)) == len(CONCURRENCIES) * ROUND_COUNT * len(ARMS)
 
 
 def test_every_cell_has_its_rounds_and_its_speedup(story: Story) -> None:
     result = story.result
     assert BenchResult.model_validate_json(story.printed) == result
     assert [(c.concurrency, c.arm) for c in result.cells] == [
-        (concurrency, arm) for concurrency in CONCURRENCIES for arm in ("bare", "fixed")
+        (concurrency, arm) for concurrency in CONCURRENCIES for arm in ARMS
     ]
     for cell in result.cells:
         assert cell.prompt_set == "words"
         assert len(cell.rounds) == ROUND_COUNT
         assert (cell.speedup is None) == (cell.arm == "bare")
+        assert (cell.low, cell.high) == (None, None)  # too few rounds
         assert cell.tokens_per_second.low > 0
+        assert cell.processor_seconds_per_token.low > 0
         assert cell.tpot.median > 0
-        for each in cell.rounds:
-            assert each.requests == max(3, 2 * cell.concurrency)
-            assert len(each.ttft_ms) == len(each.tpot_ms) == each.requests
-    assert len(result.geometric_means) == len(CONCURRENCIES)
+    assert len(result.geometric_means) == len(result.bare_against_bare) == len(CONCURRENCIES)
 
 
-def test_both_arms_get_the_same_prompts_in_a_round(story: Story) -> None:
-    read: dict[str, dict[tuple[int, int], tuple[int, int]]] = {"bare": {}, "fixed": {}}
+def test_all_servers_run_for_the_same_time_in_slices(story: Story) -> None:
     for each in RoundsFile(story.out).read():
-        key = (each.cell.round, each.cell.concurrency)
-        read[each.cell.arm][key] = (each.load.prompt_tokens, each.load.output_tokens)
-        assert each.load.output_tokens == TOKENS * each.load.requests
-    assert read["bare"] == read["fixed"]
-    # Another round has other prompts: two-digit numbers make them longer.
-    assert read["bare"][0, 4] != read["bare"][1, 4]
+        assert each.load.seconds == pytest.approx(0.5, abs=0.25)  # the machine may be busy
 
 
 def test_only_the_arm_with_a_drafter_counts_drafts(story: Story) -> None:
     for cell in story.result.cells:
-        if cell.arm == "bare":
+        if cell.arm.startswith("bare"):
             assert cell.acceptance_length is None
             continue
         assert cell.acceptance_length is not None
         assert 1 <= cell.acceptance_length <= K + 1
         assert len(cell.acceptance_by_position) == K
-        for each in cell.rounds:
-            # A step at least for every block of tokens after the first.
-            assert each.drafts >= each.requests * (TOKENS - 1) / (K + 1)
+        assert all(each.drafts > 0 for each in cell.rounds)
 
 
 def test_servers_are_plain_vllm_without_prefix_caching(story: Story) -> None:
-    for arm in ("bare", "fixed"):
+    for arm in ARMS:
         log = (story.out / "logs" / f"{arm}.log").read_text()
         assert "is installed but disabled by LEADOUT_PLUGIN=0" in log
         assert "'enable_prefix_caching': False" in log

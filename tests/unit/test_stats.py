@@ -7,22 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from leadout.stats import geometric_mean, never_falling, percentile, ratios, spread
-
-
-def test_drift_of_the_machine_does_not_change_paired_ratios() -> None:
-    slow = [1.0, 0.5, 0.25, 0.7, 1.3]
-    bare = {n: 100.0 * s for n, s in enumerate(slow)}
-    arm = {n: 140.0 * s for n, s in enumerate(slow)}
-    found = spread(list(ratios(arm, bare).values()))
-    assert found.low == pytest.approx(1.4)
-    assert found.high == pytest.approx(1.4)
-    # Unpaired, the ranges of the same numbers overlap.
-    assert spread(list(arm.values())).low < spread(list(bare.values())).high
-
-
-def test_only_rounds_of_both_arms_are_compared() -> None:
-    assert ratios({0: 2.0, 1: 3.0, 2: 9.0}, {0: 1.0, 1: 2.0}) == {0: 2.0, 1: 1.5}
+from leadout.stats import never_falling, paired_ratio, percentile, spread
 
 
 def test_spread_has_extremes_quartiles_and_median() -> None:
@@ -31,46 +16,46 @@ def test_spread_has_extremes_quartiles_and_median() -> None:
     assert (found.lower_quartile, found.upper_quartile) == (2.0, 4.0)
 
 
-def test_no_interval_from_fewer_than_three_rounds() -> None:
-    assert spread([1.5]).interval is None
-    assert spread([1.5, 1.6]).interval is None
-    assert spread([1.5, 1.6, 1.7]).interval == (1.5, 1.7)
-
-
 def test_one_round_is_its_own_spread() -> None:
     found = spread([1.5])
     assert found.low == found.lower_quartile == found.median == found.high == 1.5
 
 
-def test_the_interval_covers_the_true_median_in_about_95_percent() -> None:
+def test_no_interval_from_fewer_than_six_rounds() -> None:
+    assert paired_ratio([[1.5] * 5]).low is None
+    assert paired_ratio([[1.5] * 6, [1.5] * 5]).low is None
+    found = paired_ratio([[1.5] * 6])
+    assert (found.value, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+@pytest.mark.parametrize(("sets", "rounds"), [(1, 6), (1, 12), (3, 6)])
+def test_the_interval_covers_the_true_ratio_in_about_95_percent(sets: int, rounds: int) -> None:
     draw = random.Random(1)
     covered = 0
-    for _ in range(200):
-        low, high = spread([draw.gauss(1.3, 0.05) for _ in range(12)]).interval or (0.0, 0.0)
-        covered += low <= 1.3 <= high
-    assert 0.90 <= covered / 200 <= 0.99
+    for _ in range(400):
+        found = paired_ratio(
+            [[math.exp(draw.gauss(0.2, 0.1)) for _ in range(rounds)] for _ in range(sets)]
+        )
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= math.exp(0.2) <= found.high
+    assert 0.92 <= covered / 400 <= 0.985
 
 
 def test_the_interval_narrows_with_more_rounds() -> None:
     draw = random.Random(2)
 
     def width(rounds: int) -> float:
-        low, high = spread([draw.gauss(1.0, 0.1) for _ in range(rounds)]).interval or (0, 9)
-        return high - low
+        found = paired_ratio([[math.exp(draw.gauss(0.0, 0.1)) for _ in range(rounds)]])
+        return (found.high or 9.0) - (found.low or 0.0)
 
     assert statistics.fmean(width(40) for _ in range(10)) < statistics.fmean(
-        width(5) for _ in range(10)
+        width(6) for _ in range(10)
     )
 
 
-def test_the_geometric_mean_is_taken_round_by_round() -> None:
-    found = geometric_mean([{0: 2.0, 1: 1.0}, {0: 8.0, 1: 1.0, 2: 5.0}])
-    assert found == {0: pytest.approx(4.0), 1: pytest.approx(1.0)}
-    assert geometric_mean([]) == {}
-
-
 def test_reciprocal_ratios_cancel_in_the_geometric_mean() -> None:
-    assert geometric_mean([{0: 2.0}, {0: 0.5}]) == {0: pytest.approx(1.0)}
+    assert paired_ratio([[2.0, 2.0], [0.5]]).value == pytest.approx(1.0)
 
 
 def test_percentiles_lie_between_the_nearest_values() -> None:

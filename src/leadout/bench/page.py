@@ -9,12 +9,13 @@ from pathlib import Path
 
 from leadout.bench.predict import CLOSE
 from leadout.bench.report import (
-    CONCURRENCY,
+    AGAIN,
     LATENCY_HEADS,
     MEANS,
-    METHOD,
     latency_rows,
+    mean_heads,
     mean_rows,
+    method,
     prediction_sentence,
     throughput_heads,
     throughput_rows,
@@ -23,7 +24,7 @@ from leadout.bench.results import BenchResult, CellResult
 from leadout.bench.setup import BARE
 from leadout.files import write_text
 from leadout.report import charts, html
-from leadout.stats import Spread, percentile
+from leadout.stats import percentile
 
 RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.csv", "report.html", "speedup.svg"
 _REQUESTS = "concurrent requests"
@@ -54,8 +55,6 @@ def _csv(result: BenchResult) -> str:
 
 
 def _row(cell: CellResult) -> dict[str, object]:
-    spread = cell.speedup_spread
-    interval = (None, None) if spread is None or spread.interval is None else spread.interval
     return {
         "prompt_set": cell.prompt_set,
         "concurrency": cell.concurrency,
@@ -65,14 +64,14 @@ def _row(cell: CellResult) -> dict[str, object]:
         "tokens_per_second_low": cell.tokens_per_second.low,
         "tokens_per_second_high": cell.tokens_per_second.high,
         "speedup": cell.speedup,
-        "speedup_low": None if spread is None else spread.low,
-        "speedup_high": None if spread is None else spread.high,
-        "speedup_95_low": interval[0],
-        "speedup_95_high": interval[1],
+        "speedup_95_low": cell.low,
+        "speedup_95_high": cell.high,
+        "processor_ratio": None if cell.processor_ratio is None else cell.processor_ratio.value,
+        "processor_seconds_per_token": cell.processor_seconds_per_token.median,
         "acceptance_length": cell.acceptance_length,
         "predicted_speedup": cell.predicted_speedup,
-        "ttft_ms": cell.ttft.median,
-        "ttft_p99_ms": cell.ttft.p99,
+        "ttft_ms": None if cell.ttft is None else cell.ttft.median,
+        "ttft_p99_ms": None if cell.ttft is None else cell.ttft.p99,
         "tpot_ms": cell.tpot.median,
         "tpot_p99_ms": cell.tpot.p99,
         "itl_ms": cell.itl.median,
@@ -111,11 +110,10 @@ def _drawings(chart: charts.Chart | None) -> list[html.Block]:
 
 def _means_section(result: BenchResult) -> html.Section:
     chart = _mean_speedups(result)
-    explained = html.Text(METHOD, soft=True)
+    explained = html.Text(method(result), soft=True)
     if chart is None:
         return html.Section("", [explained])
-    heads = [CONCURRENCY, *result.compared_arms]
-    table = html.Table(heads, mean_rows(result), text_columns=1)
+    table = html.Table(mean_heads(result), mean_rows(result), text_columns=1)
     return html.Section(MEANS, [explained, html.Drawing(chart), table])
 
 
@@ -175,7 +173,7 @@ def picture(result: BenchResult) -> str:
     by_set = _by_arm(
         result,
         lambda arm: [
-            _point(name, cell.speedup_spread)
+            _point(name, cell.speedup, cell.low, cell.high)
             for name in result.settings.prompts
             if (cell := result.cell(name, lowest, arm)) is not None
         ],
@@ -198,28 +196,38 @@ def _by_arm(
     return series
 
 
-def _point(label: str, spread: Spread | None) -> charts.Point | None:
-    """The median over rounds, with minimum and maximum."""
-    return None if spread is None else charts.Point(label, spread.median, spread.low, spread.high)
+def _point(
+    label: str, value: float | None, low: float | None, high: float | None
+) -> charts.Point | None:
+    """With the 95% interval, if there is one."""
+    return None if value is None else charts.Point(label, value, low, high)
 
 
 def _mean_speedups(result: BenchResult) -> charts.Chart | None:
+    """The arms, and bare vLLM against itself as the error of the method."""
     series = _by_arm(
         result,
         lambda arm: [
-            _point(str(concurrency), mean.speedup_spread)
+            _point(str(concurrency), mean.speedup, mean.low, mean.high)
             for concurrency in sorted(result.settings.concurrencies)
             if (mean := result.mean(concurrency, arm)) is not None
         ],
     )
-    return charts.dots(series, MEANS, _REQUESTS, "speed-up") if series else None
+    again = [
+        charts.Point(str(each.concurrency), each.ratio, each.low, each.high)
+        for each in result.bare_against_bare
+    ]
+    if not series:
+        return None
+    drawn = [*series, charts.Series(AGAIN, again)] if again else series
+    return charts.dots(drawn, MEANS, _REQUESTS, "speed-up")
 
 
 def _speedups_of_set(result: BenchResult, prompt_set: str) -> charts.Chart | None:
     series = _by_arm(
         result,
         lambda arm: [
-            _point(str(concurrency), cell.speedup_spread)
+            _point(str(concurrency), cell.speedup, cell.low, cell.high)
             for concurrency in sorted(result.settings.concurrencies)
             if (cell := result.cell(prompt_set, concurrency, arm)) is not None
         ],

@@ -17,15 +17,22 @@ from leadout.bench.settings import BenchSettings
 from leadout.bench.setup import BARE, BenchPlan
 from leadout.console import facts_table
 from leadout.errors import printable
-from leadout.stats import Spread
 
 MEANS = "Speed-up over bare vLLM, geometric mean over prompt sets"
 METHOD = (
-    "Speed-up: output tokens per second divided by those of bare vLLM on the same prompts in the "
-    "same round; median over rounds, with minimum and maximum in brackets. Every request generates "
-    "the same number of tokens (end of text is ignored) with greedy sampling, and prefix caching "
-    "is off. AL (acceptance length): tokens per step that drafted, including the target's own."
+    "Speed-up: output tokens per second divided by those of bare vLLM in the same round, with the "
+    "same prompts; geometric mean over rounds, with a 95% interval by bootstrap over rounds, each "
+    "of which draws its prompts anew. Bare vLLM runs on two servers: the ratio of the two (A/A) "
+    "would be 1 without measurement error. Sampling is greedy, and prefix caching is off. AL "
+    "(acceptance length): tokens per step that drafted, including the target's own. CPU: the same "
+    "ratio by processor seconds per token of all processes of a server."
 )
+TURNS = {
+    "slices": "Servers take turns in slices of a quarter of a second.",
+    "waves": "Servers take turns in windows of {seconds:g} s.",
+    "single": "One server is up at a time, so that arms are measured minutes apart.",
+}
+AGAIN = "A/A: bare again"
 CONCURRENCY = "conc."
 LATENCY_HEADS = [CONCURRENCY, "arm", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99"]
 
@@ -38,12 +45,21 @@ def print_result(result: BenchResult, console: Console | None = None) -> None:
         rows = latency_rows(result, prompt_set)
         console.print(_table(f"{prompt_set}: latency", LATENCY_HEADS, rows, text_columns=2))
     if result.compared_arms:
-        heads = [CONCURRENCY, *result.compared_arms]
-        console.print(_table(MEANS, heads, mean_rows(result)))
-        console.print(Text(METHOD, style="dim"))
+        console.print(_table(MEANS, mean_heads(result), mean_rows(result)))
+        console.print(Text(method(result), style="dim"))
     for sentence in (prediction_sentence(result), conclusion(result)):
         if sentence:
             console.print(Text(printable(sentence)))
+
+
+def method(result: BenchResult) -> str:
+    setup = result.settings
+    length = (
+        f"Requests end at the end of text, or after {setup.output_tokens} tokens."
+        if setup.stop_at_end_of_text
+        else f"Every request generates {setup.output_tokens} tokens; end of text is ignored."
+    )
+    return f"{METHOD} {length} {TURNS[setup.turns].format(seconds=setup.seconds)}"
 
 
 def conclusion(result: BenchResult) -> str:
@@ -85,17 +101,14 @@ def print_written(paths: Sequence[Path], next_step: str, console: Console | None
 
 def print_plan(plan: BenchPlan, console: Console | None = None) -> None:
     console = console or Console()
-    rates = ", ".join(f"{rate:.0f} at {c}" for c, rate in sorted(plan.rates.items()))
     facts = [
         ("arms", ", ".join(plan.arms)),
         ("prompt sets", ", ".join(plan.prompt_sets)),
         ("concurrencies", ", ".join(map(str, plan.concurrencies))),
         ("rounds", str(plan.rounds)),
+        ("turns", TURNS[plan.turns].format(seconds=plan.seconds)),
         ("cells to measure", f"{plan.cells:,} ({plan.cells_done:,} already measured)"),
-        ("output tokens", f"{plan.output_tokens:,}"),
         ("time", f"about {plan.minutes:.0f} minutes, plus starting {len(plan.arms)} servers"),
-        ("assuming", f"output tokens per second by concurrency, for every arm: {rates}"),
-        ("based on", plan.rates_from),
     ]
     console.print(facts_table(facts))
 
@@ -146,18 +159,40 @@ def latency_rows(result: BenchResult, prompt_set: str) -> list[list[str]]:
         for arm in result.arms:
             cell = result.cell(prompt_set, concurrency, arm)
             if cell is not None:
-                times = [*_times(cell.ttft), *_times(cell.tpot), *_times(cell.itl)]
+                times = [text for part in (cell.ttft, cell.tpot, cell.itl) for text in _times(part)]
                 rows.append([str(concurrency), arm, *times])
     return rows
 
 
+def mean_heads(result: BenchResult) -> list[str]:
+    heads = [CONCURRENCY, AGAIN, "CPU"]
+    for arm in result.compared_arms:
+        heads += [arm, "CPU"]
+    return heads
+
+
 def mean_rows(result: BenchResult) -> list[list[str]]:
-    """A row for each concurrency, a column for each arm."""
+    """A row for each concurrency: the error of the method, then each arm, both by clock and CPU."""
+    again = {each.concurrency: each for each in result.bare_against_bare}
     rows = []
     for concurrency in sorted(result.settings.concurrencies):
-        means = [result.mean(concurrency, arm) for arm in result.compared_arms]
-        shown = ["" if mean is None else _ratio(mean.speedup_spread) for mean in means]
-        rows.append([str(concurrency), *shown])
+        row = [str(concurrency)]
+        error = again.get(concurrency)
+        if error is None:
+            row += ["", ""]
+        else:
+            row += [
+                _ratio(error.ratio, error.low, error.high),
+                f"{error.processor_ratio.value:.2f}",
+            ]
+        for arm in result.compared_arms:
+            mean = result.mean(concurrency, arm)
+            if mean is None:
+                row += ["", ""]
+            else:
+                shown = _ratio(mean.speedup, mean.low, mean.high)
+                row += [shown, f"{mean.processor_ratio.value:.2f}"]
+        rows.append(row)
     return rows
 
 
@@ -170,12 +205,16 @@ def prediction_sentence(result: BenchResult) -> str:
     )
 
 
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.2f}x ({spread.low:.2f}-{spread.high:.2f})"
+def _ratio(value: float, low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return f"{value:.2f}x"
+    return f"{value:.2f}x ({low:.2f}-{high:.2f})"
 
 
 def _speedup(cell: CellResult | None) -> str:
-    return "" if cell is None or cell.speedup_spread is None else _ratio(cell.speedup_spread)
+    if cell is None or cell.speedup is None:
+        return ""
+    return _ratio(cell.speedup, cell.low, cell.high)
 
 
 def _rate(cell: CellResult | None) -> str:
@@ -186,5 +225,7 @@ def _length(cell: CellResult | None) -> str:
     return "" if cell is None or cell.acceptance_length is None else f"{cell.acceptance_length:.2f}"
 
 
-def _times(latency: Latency) -> list[str]:
+def _times(latency: Latency | None) -> list[str]:
+    if latency is None:
+        return ["", ""]
     return [f"{latency.median:.1f}", f"{latency.p99:.1f}"]

@@ -1,13 +1,19 @@
 """Measured rounds on disk, and the result that is computed from them.
 
 `RoundsFile` keeps every measured cell as soon as it is there; `summarize` turns the cells into a
-`BenchResult`: speed-ups paired within rounds, spreads, latencies, acceptance and predictions.
+`BenchResult`: speed-ups, latencies, acceptance and predictions.
+
+The speed-up of a round is an arm's rate divided by the geometric mean of the rates of both bare
+servers in the same round; that of a cell is the geometric mean over its rounds, with a bootstrap
+interval. The ratio of the two bare servers, which are alike, shows the error of the method.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,11 +21,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from leadout.bench.predict import CostModel, Served, predicted_speedup, share_close
 from leadout.bench.settings import BenchError
-from leadout.bench.setup import BARE, Arm, BenchSetup, Cell
+from leadout.bench.setup import BARE, BARE_AGAIN, Arm, BenchSetup, Cell
 from leadout.engine.load_test import LoadResult
 from leadout.files import write_text
 from leadout.provenance import Provenance
-from leadout.stats import Spread, geometric_mean, percentile, ratios, spread
+from leadout.stats import Ratio, Spread, paired_ratio, percentile, spread
 
 ROUNDS, SETTINGS = "rounds.jsonl", "settings.json"
 Loads = dict[int, LoadResult]  # by round
@@ -43,7 +49,10 @@ class RoundNumbers(_Record):
     round: int
     tokens_per_second: float
     speedup: float | None  # over bare vLLM in the same round
+    processor_ratio: float | None  # of processor seconds per token: bare vLLM's over the arm's
     seconds: float
+    processor_seconds: float
+    output_tokens: int
     requests: int
     prompt_tokens: int
     ttft_ms: list[float]  # by request
@@ -59,12 +68,15 @@ class CellResult(_Record):
     prompt_set: str
     concurrency: int
     arm: str
-    speedup: float | None  # median over rounds; None for bare vLLM itself
-    speedup_spread: Spread | None
+    speedup: float | None  # geometric mean over rounds; None for bare vLLM itself
+    low: float | None  # 95% interval of the speed-up; None with too few rounds
+    high: float | None
+    processor_ratio: Ratio | None  # the speed-up by processor seconds instead of the clock
     tokens_per_second: Spread
+    processor_seconds_per_token: Spread
     acceptance_length: float | None  # None where nothing was drafted
     acceptance_by_position: list[float]
-    ttft: Latency
+    ttft: Latency | None  # None if no request started in the measured windows
     tpot: Latency
     itl: Latency
     predicted_speedup: float | None = None
@@ -77,7 +89,21 @@ class MeanSpeedup(_Record):
     concurrency: int
     arm: str
     speedup: float
-    speedup_spread: Spread
+    low: float | None
+    high: float | None
+    pairs: int
+    processor_ratio: Ratio
+
+
+class BareAgainstBare(_Record):
+    """The error of the method: two servers that are alike, geometric mean over the prompt sets."""
+
+    concurrency: int
+    ratio: float  # 1 if there is no error
+    low: float | None
+    high: float | None
+    pairs: int
+    processor_ratio: Ratio
 
 
 class PredictionSummary(_Record):
@@ -90,6 +116,7 @@ class BenchResult(_Record):
     settings: BenchSetup
     cells: list[CellResult]
     geometric_means: list[MeanSpeedup]
+    bare_against_bare: list[BareAgainstBare]
     prediction: PredictionSummary | None
 
     @property
@@ -98,7 +125,7 @@ class BenchResult(_Record):
 
     @property
     def compared_arms(self) -> list[str]:
-        """All but bare vLLM."""
+        """All but both bare ones."""
         return [arm.name for arm in self.settings.arms if not arm.is_bare]
 
     def cell(self, prompt_set: str, concurrency: int, arm: str) -> CellResult | None:
@@ -112,7 +139,7 @@ class BenchResult(_Record):
     @property
     def faster(self) -> list[MeanSpeedup]:
         """Means whose 95% interval is above 1."""
-        return [m for m in self.geometric_means if (m.speedup_spread.interval or (0.0,))[0] > 1]
+        return [m for m in self.geometric_means if m.low is not None and m.low > 1]
 
     @property
     def outcome(self) -> Outcome | None:
@@ -121,8 +148,8 @@ class BenchResult(_Record):
             return None
         if self.faster:
             return "faster"
-        intervals = [mean.speedup_spread.interval for mean in self.geometric_means]
-        is_slower = all(interval is not None and interval[1] < 1 for interval in intervals)
+        ends = [mean.high for mean in self.geometric_means]
+        is_slower = all(high is not None and high < 1 for high in ends)
         return "slower" if is_slower else "undecided"
 
 
@@ -149,6 +176,9 @@ class RoundsFile:
         self._folder.mkdir(parents=True, exist_ok=True)
         if done:
             self._require_same(setup)
+        if setup.turns != "single":
+            # Pairs are measured together: what a kill left of one is measured again.
+            done = _complete(done, len(setup.arms))
         write_text(self._folder / SETTINGS, setup.model_dump_json(indent=2) + "\n")
         # Drops a last line that a kill has truncated, so that the next one starts on its own line.
         write_text(self._path, "".join(each.model_dump_json() + "\n" for each in done))
@@ -171,9 +201,9 @@ class RoundsFile:
                 ) from None
         return found
 
-    def append(self, measured: Measured) -> None:
+    def append(self, measured: Sequence[Measured]) -> None:
         with self._path.open("a", encoding="utf-8") as lines:
-            lines.write(measured.model_dump_json() + "\n")
+            lines.write("".join(each.model_dump_json() + "\n" for each in measured))
 
     def _require_same(self, setup: BenchSetup) -> None:
         path = self._folder / SETTINGS
@@ -194,8 +224,16 @@ class RoundsFile:
         )
 
 
+def _complete(measured: Sequence[Measured], arms: int) -> list[Measured]:
+    counts = Counter(each.cell.pair for each in measured)
+    return [each for each in measured if counts[each.cell.pair] == arms]
+
+
 def summarize(
-    setup: BenchSetup, measured: Sequence[Measured], model: CostModel | None = None
+    setup: BenchSetup,
+    measured: Sequence[Measured],
+    provenance: Provenance,
+    model: CostModel | None = None,
 ) -> BenchResult:
     """Everything measured so far; cells without a round are left out."""
     cells = []
@@ -205,15 +243,16 @@ def summarize(
                 arm.name: _loads(measured, prompt_set, concurrency, arm.name) for arm in setup.arms
             }
             cells += [
-                _cell(prompt_set, concurrency, arm, loads[arm.name], loads[BARE], model)
+                _cell(prompt_set, concurrency, arm, loads, setup, model)
                 for arm in setup.arms
                 if loads[arm.name]
             ]
     return BenchResult(
-        provenance=Provenance.of_this_run(),
+        provenance=provenance,
         settings=setup.without_folders(),
         cells=cells,
         geometric_means=_means(setup, cells),
+        bare_against_bare=_bare_against_bare(setup, cells),
         prediction=_prediction(cells),
     )
 
@@ -228,33 +267,50 @@ def _loads(measured: Sequence[Measured], prompt_set: str, concurrency: int, arm:
 
 
 def _cell(
-    prompt_set: str, concurrency: int, arm: Arm, loads: Loads, bare: Loads, model: CostModel | None
+    prompt_set: str,
+    concurrency: int,
+    arm: Arm,
+    by_arm: Mapping[str, Loads],
+    setup: BenchSetup,
+    model: CostModel | None,
 ) -> CellResult:
-    speedups = {} if arm.is_bare else ratios(_rates(loads), _rates(bare))
-    over_rounds = spread(list(speedups.values())) if speedups else None
+    loads = by_arm[arm.name]
+    numbers = [_numbers(number, loads[number], by_arm, arm) for number in loads]
+    speedup = _ratio([numbers], "speedup")
     length = _acceptance_length(loads)
+    first_tokens = [seconds for load in loads.values() for seconds in load.ttfts]
     return CellResult(
         prompt_set=prompt_set,
         concurrency=concurrency,
         arm=arm.name,
-        speedup=None if over_rounds is None else over_rounds.median,
-        speedup_spread=over_rounds,
-        tokens_per_second=spread(list(_rates(loads).values())),
+        speedup=None if speedup is None else speedup.value,
+        low=None if speedup is None else speedup.low,
+        high=None if speedup is None else speedup.high,
+        processor_ratio=_ratio([numbers], "processor_ratio"),
+        tokens_per_second=spread([load.tokens_per_second for load in loads.values()]),
+        processor_seconds_per_token=spread(
+            [load.processor_seconds_per_token for load in loads.values()]
+        ),
         acceptance_length=length,
         acceptance_by_position=_by_position(loads),
-        ttft=_latency([seconds for load in loads.values() for seconds in load.ttfts]),
+        ttft=_latency(first_tokens) if first_tokens else None,
         tpot=_latency([seconds for load in loads.values() for seconds in load.tpots]),
         itl=Latency(
             median=1000 * statistics.median(load.itl_median for load in loads.values()),
             p99=1000 * statistics.median(load.itl_p99 for load in loads.values()),
         ),
-        predicted_speedup=_predicted(arm, concurrency, loads, length, model),
-        rounds=[_numbers(number, load, speedups.get(number)) for number, load in loads.items()],
+        predicted_speedup=_predicted(arm, concurrency, loads, length, setup, model),
+        rounds=numbers,
     )
 
 
-def _rates(loads: Loads) -> dict[int, float]:
-    return {number: load.tokens_per_second for number, load in loads.items()}
+def _ratio(by_set: Sequence[Sequence[RoundNumbers]], name: str) -> Ratio | None:
+    """None unless every set has a round with this ratio."""
+    found = [
+        [value for each in rounds if (value := getattr(each, name)) is not None]
+        for rounds in by_set
+    ]
+    return paired_ratio(found) if found and all(found) else None
 
 
 def _latency(seconds: Sequence[float]) -> Latency:
@@ -279,13 +335,25 @@ def _by_position(loads: Loads) -> list[float]:
     ]
 
 
-def _numbers(number: int, load: LoadResult, speedup: float | None) -> RoundNumbers:
+def _numbers(number: int, load: LoadResult, by_arm: Mapping[str, Loads], arm: Arm) -> RoundNumbers:
     drafting = load.drafting
+    # Bare vLLM is compared with itself: the second server with the first.
+    references = {BARE: (), BARE_AGAIN: (BARE,)}.get(arm.name, (BARE, BARE_AGAIN))
+    bare = [by_arm[name][number] for name in references if number in by_arm.get(name, {})]
+    is_paired = bool(references) and len(bare) == len(references)
     return RoundNumbers(
         round=number,
         tokens_per_second=load.tokens_per_second,
-        speedup=speedup,
+        speedup=load.tokens_per_second / _mean([each.tokens_per_second for each in bare])
+        if is_paired
+        else None,
+        processor_ratio=_mean([each.processor_seconds_per_token for each in bare])
+        / load.processor_seconds_per_token
+        if is_paired
+        else None,
         seconds=load.seconds,
+        processor_seconds=load.processor_seconds,
+        output_tokens=load.output_tokens,
         requests=load.requests,
         prompt_tokens=load.prompt_tokens,
         ttft_ms=[round(1000 * seconds, 2) for seconds in load.ttfts],
@@ -296,43 +364,80 @@ def _numbers(number: int, load: LoadResult, speedup: float | None) -> RoundNumbe
     )
 
 
+def _mean(values: Sequence[float]) -> float:
+    """Geometric."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
 def _predicted(
-    arm: Arm, concurrency: int, loads: Loads, length: float | None, model: CostModel | None
+    arm: Arm,
+    concurrency: int,
+    loads: Loads,
+    length: float | None,
+    setup: BenchSetup,
+    model: CostModel | None,
 ) -> float | None:
     """None where the cost model is not that of this arm's drafter."""
     if model is None or not model.covers(arm):
         return None
     if arm.kind == "tuned" and model.never_drafts:
         return 1.0  # `leadout serve` then starts bare vLLM
-    requests = sum(load.requests for load in loads.values())
+    started = sum(len(load.ttfts) for load in loads.values())
+    tokens = setup.output_tokens
+    if setup.stop_at_end_of_text and started:
+        tokens = max(2, sum(load.output_tokens for load in loads.values()) // started)
     served = Served(
         concurrency=concurrency,
-        prompt_tokens=sum(load.prompt_tokens for load in loads.values()) / requests,
-        output_tokens=sum(load.output_tokens for load in loads.values()) // requests,
+        prompt_tokens=sum(load.prompt_tokens for load in loads.values()) / max(1, started),
+        output_tokens=tokens,
     )
     return predicted_speedup(model, served, model.draft_tokens(arm, concurrency), length or 1.0)
+
+
+def _by_set(cells: Sequence[CellResult], concurrency: int, arm: str) -> list[list[RoundNumbers]]:
+    return [cell.rounds for cell in cells if (cell.concurrency, cell.arm) == (concurrency, arm)]
 
 
 def _means(setup: BenchSetup, cells: Sequence[CellResult]) -> list[MeanSpeedup]:
     means = []
     for concurrency in setup.concurrencies:
         for arm in setup.arms:
-            own = [c for c in cells if (c.concurrency, c.arm) == (concurrency, arm.name)]
-            by_set = [
-                {r.round: r.speedup for r in cell.rounds if r.speedup is not None} for cell in own
-            ]
-            values = list(geometric_mean(by_set).values())
-            if values:
-                over_rounds = spread(values)
-                means.append(
-                    MeanSpeedup(
-                        concurrency=concurrency,
-                        arm=arm.name,
-                        speedup=over_rounds.median,
-                        speedup_spread=over_rounds,
-                    )
+            rounds = _by_set(cells, concurrency, arm.name)
+            speedup = _ratio(rounds, "speedup")
+            processor = _ratio(rounds, "processor_ratio")
+            if arm.is_bare or speedup is None or processor is None:
+                continue
+            means.append(
+                MeanSpeedup(
+                    concurrency=concurrency,
+                    arm=arm.name,
+                    speedup=speedup.value,
+                    low=speedup.low,
+                    high=speedup.high,
+                    pairs=speedup.pairs,
+                    processor_ratio=processor,
                 )
+            )
     return means
+
+
+def _bare_against_bare(setup: BenchSetup, cells: Sequence[CellResult]) -> list[BareAgainstBare]:
+    found = []
+    for concurrency in setup.concurrencies:
+        rounds = _by_set(cells, concurrency, BARE_AGAIN)
+        ratio, processor = _ratio(rounds, "speedup"), _ratio(rounds, "processor_ratio")
+        if ratio is not None and processor is not None:
+            found.append(
+                BareAgainstBare(
+                    concurrency=concurrency,
+                    ratio=ratio.value,
+                    low=ratio.low,
+                    high=ratio.high,
+                    pairs=ratio.pairs,
+                    processor_ratio=processor,
+                )
+            )
+    return found
 
 
 def _prediction(cells: Sequence[CellResult]) -> PredictionSummary | None:

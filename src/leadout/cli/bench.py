@@ -19,9 +19,10 @@ def bench(
 ) -> None:
     """Measure throughput and latency with a drafter against bare vLLM.
 
-    Starts one server per arm and loads them in turns with vLLM's own load generator. Flags after
-    `--` go to every server, for example `-- --max-model-len 4096`. Exits with 0 if drafting is
-    faster at some concurrency, 1 if it is slower at all of them, 3 if the rounds do not tell.
+    Starts one server per arm, two of them without a drafter, which take turns under constant load.
+    Flags after `--` go to every server, for example `-- --max-model-len 4096`. Exits with 0 if
+    drafting is faster at some concurrency, 1 if it is slower at all of them, 3 if the rounds do
+    not tell.
     """
     require("bench")
 
@@ -32,7 +33,7 @@ def bench(
     settings = settings_of(context, BenchSettings, server_flags=tuple(context.args))
     with Progress("bench") as progress:
         if plan:
-            planned = run.plan(settings, progress)
+            planned = run.plan(settings)
         else:
             result = run.bench(settings, progress)
     if plan:

@@ -165,10 +165,10 @@ def _typer_kind(annotation: Any) -> tuple[Any, Any]:
 ENGINE = Need(
     module="vllm", remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator)"
 )
-PANDAS = Need(module="pandas", remedy="pip install 'leadout[bench]'")  # of the load generator
+AIOHTTP = Need(module="aiohttp", remedy="pip install 'leadout[bench]'")  # of the load
 
 NEEDS: dict[str, tuple[Need, ...]] = {
-    "bench": (ENGINE, PANDAS),
+    "bench": (ENGINE, AIOHTTP),
     "check": (ENGINE,),  # not with --static
     "convert": (),
     "data": (ENGINE,),

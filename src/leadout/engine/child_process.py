@@ -226,6 +226,9 @@ def main(arguments: list[str]) -> int:
 
 def _stop_with_descendants(child: subprocess.Popen[bytes]) -> None:
     """Terminate the command, wait a little, then kill whatever it left behind."""
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)  # a paused process would not see the other signals
     if child.poll() is None:
         child.terminate()
         try:
@@ -266,6 +269,16 @@ def descendants(ancestor: int) -> list[int]:
         generation = [pid for parent in generation for pid in children.get(parent, [])]
         found += generation
     return found
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process and its threads; 0 for one that has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,58 @@
-"""Load tests of a running server with vLLM's own generator, the one behind `vllm bench serve`.
+"""A constant load on a server: streamed requests, timed by a clock that stops with the server.
 
-Importing the generator takes ten seconds and it prints a lot, so `LoadGenerator` keeps it in a
-child process that runs one load after the other.
+`ServerLoad` keeps a fixed number of requests in flight: when one ends, the next prompt is sent.
+vLLM's own generator (`vllm bench serve`) sends a fixed number of requests by the wall clock. Here
+servers take turns and are stopped between them (`leadout.bench.turns`), so every time is taken from
+a `RunningClock`, which counts only while its server runs, and throughput is counted over a window
+in which the load is constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import TYPE_CHECKING, Self
 
-from leadout.engine.child_process import Child, EngineError, Message, Report, answer_requests
+from leadout.engine.child_process import EngineError, Message
+from leadout.stats import percentile
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+_DATA = b"data: "
+_DONE = b"[DONE]"
+_COUNTERS = "vllm:spec_decode_num_"
+
+
+def client_session() -> ClientSession:
+    """For any number of concurrent streams of any length."""
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    )
 
 
 class LoadRequest(Message):
-    """Greedy chat requests with the first prompts of a file, at most `concurrency` at a time."""
+    """Greedy chat requests, `concurrency` of them at any time, with these prompts in this order."""
 
-    url: str
-    prompts: Path  # JSONL, one {"prompt": ...} per line, used in order
-    requests: int
+    prompts: tuple[str, ...]  # starts again at the end
     concurrency: int
-    output_tokens: int  # of every request: the end-of-text token is ignored
+    output_tokens: int  # of every request, or at most as many with `stop_at_end_of_text`
+    stop_at_end_of_text: bool = False
+
+    def first_length(self, client: int) -> int:
+        """Output tokens of a client's first request.
+
+        Spread evenly, as if the load had always been there: otherwise all requests would start and
+        end in the same step, and a window would have none or all of their prefills.
+        """
+        return max(1, round(self.output_tokens * (client + 0.5) / self.concurrency))
 
 
 class Drafting(Message):
@@ -37,105 +69,264 @@ class Drafting(Message):
 
 
 class LoadResult(Message):
-    """What the generator measured; times in seconds, lists by request."""
+    """What one server did in a window; seconds are those in which it ran."""
 
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
     seconds: float
-    tokens_per_second: float  # output tokens
+    processor_seconds: float  # of all its processes
+    requests: int  # that ended
+    prompt_tokens: int  # of the requests whose first token came
+    output_tokens: int
     ttfts: list[float]  # time to first token
-    tpots: list[float]  # time per output token after the first
+    tpots: list[float]  # time per output token, by request, for its tokens in the window
     itl_median: float  # between two chunks of a stream, which hold several tokens with drafts
     itl_p99: float
-    drafting: Drafting | None
+    drafting: Drafting | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def processor_seconds_per_token(self) -> float:
+        return self.processor_seconds / self.output_tokens
 
 
-class LoadGenerator(Child):
-    """`with LoadGenerator(log) as generator:`, then any number of `generator.run(request)`."""
+class RunningClock:
+    """Seconds for which a server was allowed to run."""
 
-    def __init__(self, log: Path) -> None:
-        # One thread: it must not take cores from the servers that it measures.
-        super().__init__(
-            __spec__.name, log, {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        self._total = self.seconds
+        self._since = None
+
+    @property
+    def seconds(self) -> float:
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._total + running
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request: when it was sent, and what has come back."""
+
+    sent: float
+    last: float | None = None  # arrival of the last chunk
+    tokens: int = 0
+    window_seconds: float = 0.0
+    window_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Window:
+    started: float
+    tokens: int = 0
+    prompt_tokens: int = 0
+    requests: int = 0
+    ttfts: list[float] = field(default_factory=list)
+    tpots: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def end_of(self, stream: _Stream) -> None:
+        if stream.window_tokens:
+            self.tpots.append(stream.window_seconds / stream.window_tokens)
+
+
+class ServerLoad:
+    """`async with ServerLoad(...) as load:` keeps the server busy until the block ends."""
+
+    def __init__(
+        self,
+        session: ClientSession,
+        url: str,
+        request: LoadRequest,
+        clock: RunningClock,
+        label: str = "",
+    ) -> None:
+        """`label` names the server in errors."""
+        self._session, self._url, self._request, self._clock = session, url, request, clock
+        self._label = label or url
+        self._prompts: Iterator[str] = cycle(request.prompts)
+        self._streams: dict[int, _Stream] = {}  # by client
+        self._answered: set[int] = set()  # clients that have received a token
+        self._clients: list[asyncio.Task[None]] = []
+        self._window: _Window | None = None
+        self.received = 0  # tokens since the beginning
+
+    async def __aenter__(self) -> Self:
+        self._clients = [
+            asyncio.create_task(self._send_always(client))
+            for client in range(self._request.concurrency)
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes the connections; the server aborts what is left as soon as it runs."""
+        for client in self._clients:
+            client.cancel()
+        for client in self._clients:
+            with suppress(asyncio.CancelledError, Exception):
+                await client
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every client has received a token; raises the first error of a request."""
+        self._require_no_error()
+        return len(self._answered) == self._request.concurrency
+
+    def _require_no_error(self) -> None:
+        for client in self._clients:
+            if client.done() and not client.cancelled() and (problem := client.exception()):
+                reason = str(problem) or type(problem).__name__
+                raise EngineError(f"{self._label}: {reason}") from problem
+
+    def open_window(self) -> None:
+        self._window = _Window(started=self._clock.seconds)
+        for stream in self._streams.values():
+            stream.window_seconds, stream.window_tokens = 0.0, 0
+
+    def close_window(self, processor_seconds: float) -> LoadResult:
+        """What was measured, without the server's draft counters."""
+        self._require_no_error()
+        window, self._window = self._window, None
+        assert window is not None
+        for stream in self._streams.values():
+            window.end_of(stream)
+        seconds = self._clock.seconds - window.started
+        if not window.gaps:
+            raise EngineError(
+                f"{self._label}: {window.tokens} tokens in {seconds:.1f} s are too few to measure "
+                "the speed; increase --seconds."
+            )
+        return LoadResult(
+            seconds=seconds,
+            processor_seconds=processor_seconds,
+            requests=window.requests,
+            prompt_tokens=window.prompt_tokens,
+            output_tokens=window.tokens,
+            ttfts=window.ttfts,
+            tpots=window.tpots,
+            itl_median=percentile(window.gaps, 50),
+            itl_p99=percentile(window.gaps, 99),
         )
 
-    def run(self, request: LoadRequest) -> LoadResult:
-        return self.call(request, LoadResult)
+    async def _send_always(self, client: int) -> None:
+        tokens = self._request.first_length(client)
+        while True:
+            await self._send(client, next(self._prompts), tokens)
+            tokens = self._request.output_tokens
+
+    async def _send(self, client: int, prompt: str, tokens: int) -> None:
+        body = {
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": not self._request.stop_at_end_of_text,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        stream = self._streams[client] = _Stream(sent=self._clock.seconds)
+        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise EngineError(
+                    f"The server answered {response.status}: {(await response.text())[:500]} If a "
+                    "prompt is too long, increase --max-model-len."
+                )
+            async for line in response.content:
+                data = line[len(_DATA) :].strip()
+                if line.startswith(_DATA) and data != _DONE:
+                    self._receive(client, stream, json.loads(data))
+        if not self._request.stop_at_end_of_text and stream.tokens != tokens:
+            raise EngineError(
+                f"A response has {stream.tokens} tokens, expected {tokens}: increase "
+                "--max-model-len of the servers."
+            )
+        if self._window is not None:
+            self._window.requests += 1
+            self._window.end_of(stream)
+        del self._streams[client]
+
+    def _receive(self, client: int, stream: _Stream, chunk: dict[str, object]) -> None:
+        if "error" in chunk:
+            raise EngineError(f"The server reported {chunk['error']}.")
+        usage = chunk.get("usage")
+        assert isinstance(usage, dict)
+        new = usage["completion_tokens"] - stream.tokens
+        if new <= 0:
+            return  # the role, and the end of the stream
+        now, before = self._clock.seconds, stream.last
+        stream.last, stream.tokens = now, stream.tokens + new
+        self._answered.add(client)
+        self.received += new
+        window = self._window
+        if window is None:
+            return
+        window.tokens += new
+        if before is None:
+            window.ttfts.append(now - stream.sent)
+            window.prompt_tokens += usage["prompt_tokens"]
+        else:
+            window.gaps.append(now - before)
+            stream.window_seconds += now - before
+            stream.window_tokens += new
 
 
-def generator_flags(request: LoadRequest) -> list[str]:
-    """The request as flags of `vllm bench serve`; model and tokenizer are the server's."""
-    return [
-        *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-        *("--base-url", request.url),
-        *("--dataset-name", "custom", "--dataset-path", str(request.prompts)),
-        *("--num-prompts", str(request.requests)),
-        *("--max-concurrency", str(request.concurrency)),
-        *("--custom-output-len", str(request.output_tokens)),
-        *("--temperature", "0", "--ignore-eos"),
-        # The server applies the chat template; the file's order is the order of the requests.
-        *("--skip-chat-template", "--disable-shuffle", "--no-oversample"),
-        *("--save-detailed", "--disable-tqdm"),
-    ]
+@dataclass(frozen=True, slots=True)
+class DraftCounters:
+    """The server's speculation counters since it started."""
 
+    drafts: float
+    draft_tokens: float
+    accepted: float
+    by_position: Sequence[float]
 
-def result_of(raw: Mapping[str, Any], request: LoadRequest) -> LoadResult:
-    """The generator's own result, refused unless every request wrote all its tokens."""
-    if raw["failed"] or raw["completed"] != request.requests:
-        reasons = [text.strip().splitlines()[-1] for text in raw["errors"] if text.strip()]
-        raise EngineError(
-            f"Only {raw['completed']} of {request.requests} requests succeeded; first error: "
-            f"{reasons[0] if reasons else 'none reported'}. See the server's log; if a prompt is "
-            "too long, increase --max-model-len."
+    def since(self, earlier: DraftCounters) -> Drafting | None:
+        drafts = self.drafts - earlier.drafts
+        if not drafts:
+            return None
+        before = [*earlier.by_position, *([0.0] * len(self.by_position))]
+        return Drafting(
+            drafts=round(drafts),
+            draft_tokens=round(self.draft_tokens - earlier.draft_tokens),
+            accepted=round(self.accepted - earlier.accepted),
+            by_position=[
+                (now - then) / drafts for now, then in zip(self.by_position, before, strict=False)
+            ],
         )
-    written = set(raw["output_lens"])
-    if written != {request.output_tokens}:
-        raise EngineError(
-            f"Responses have {min(written)} to {max(written)} tokens, expected "
-            f"{request.output_tokens} each. Increase --max-model-len of the servers."
-        )
-    after_first = request.output_tokens - 1
-    return LoadResult(
-        requests=raw["completed"],
-        prompt_tokens=raw["total_input_tokens"],
-        output_tokens=raw["total_output_tokens"],
-        seconds=raw["duration"],
-        tokens_per_second=raw["output_throughput"],
-        ttfts=raw["ttfts"],
-        tpots=[
-            (whole - first) / after_first
-            for whole, first in zip(raw["latencies"], raw["ttfts"], strict=True)
-        ],
-        itl_median=raw["median_itl_ms"] / 1000,
-        itl_p99=raw["p99_itl_ms"] / 1000,
-        drafting=_drafting(raw),
+
+
+async def read_counters(session: ClientSession, url: str) -> DraftCounters:
+    async with session.get(f"{url}/metrics") as response:
+        return parse_counters(await response.text())
+
+
+def parse_counters(metrics: str) -> DraftCounters:
+    """From the text of `/metrics`, summed over engines; zeros without speculation."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    totals: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for family in text_string_to_metric_families(metrics):
+        if not family.name.startswith(_COUNTERS):
+            continue
+        for sample in family.samples:
+            if not sample.name.endswith("_total"):
+                continue
+            name = sample.name.removeprefix(_COUNTERS).removesuffix("_total")
+            if "position" in sample.labels:
+                place = int(sample.labels["position"])
+                positions[place] = positions.get(place, 0.0) + sample.value
+            else:
+                totals[name] = totals.get(name, 0.0) + sample.value
+    return DraftCounters(
+        drafts=totals.get("drafts", 0.0),
+        draft_tokens=totals.get("draft_tokens", 0.0),
+        accepted=totals.get("accepted_tokens", 0.0),
+        by_position=[positions[place] for place in sorted(positions)],
     )
-
-
-def _drafting(raw: Mapping[str, Any]) -> Drafting | None:
-    if "spec_decode_num_drafts" not in raw:
-        return None
-    return Drafting(
-        drafts=raw["spec_decode_num_drafts"],
-        draft_tokens=raw["spec_decode_draft_tokens"],
-        accepted=raw["spec_decode_accepted_tokens"],
-        by_position=raw["spec_decode_per_position_acceptance_rates"],
-    )
-
-
-def _run_load(request: LoadRequest, _report: Report) -> LoadResult:
-    from vllm.benchmarks.serve import add_cli_args, main
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    try:
-        raw = main(parser.parse_args(generator_flags(request)))
-    except (Exception, SystemExit) as problem:  # argparse exits; the next load may still work
-        raise EngineError(str(problem) or type(problem).__name__) from problem
-    return result_of(raw, request)
-
-
-if __name__ == "__main__":
-    answer_requests(LoadRequest, _run_load)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import http.client
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from leadout.engine.child_process import EngineError, log_tail
+from leadout.engine.child_process import EngineError, descendants, log_tail, processor_seconds
 from leadout.engine.vllm_adapter import installed_distribution
 
 HOST = "127.0.0.1"
@@ -116,6 +119,28 @@ class Server:
         if self._guard is not None:
             self._guard.wait(STOP_SECONDS)
             self._guard = None
+
+    def pause(self) -> None:
+        """Stop all processes of the server until `resume`; they keep their memory and sockets."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def processor_seconds(self) -> float:
+        """User and system time of all processes of the server since they started."""
+        return sum(map(processor_seconds, self.processes))
+
+    @cached_property
+    def processes(self) -> list[int]:
+        """Those of a healthy server, which starts no more; without the guard."""
+        assert self._guard is not None
+        return descendants(self._guard.pid)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _is_healthy(self) -> bool:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=2)

@@ -4,6 +4,7 @@ import pytest
 from sample_rounds import accepted, drifting_rate, measured, setup
 
 from leadout.bench.results import BenchResult, summarize
+from leadout.provenance import Provenance
 
 
 @pytest.fixture(scope="session")
@@ -14,4 +15,4 @@ def result() -> BenchResult:
         drifting_rate(1.25),
         lambda cell: accepted(100, 150) if cell.arm == "fixed" else None,
     )
-    return summarize(given, rounds)
+    return summarize(given, rounds, Provenance.of_this_run())

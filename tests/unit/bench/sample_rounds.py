@@ -9,16 +9,17 @@ from leadout.bench.setup import Arm, BenchSetup, Cell, all_cells
 from leadout.engine.load_test import Drafting, LoadResult
 
 BARE = Arm(name="bare", kind="bare")
+BARE_AGAIN = Arm(name="bare-again", kind="bare")
 FIXED = Arm(name="fixed", kind="fixed", drafter="some/drafter", draft_tokens=4)
 TUNED = Arm(name="tuned", kind="tuned", drafter="some/drafter", tuned="folder/tuned.json")
 
 
 def setup(
     *,
-    arms: tuple[Arm, ...] = (BARE, FIXED),
+    arms: tuple[Arm, ...] = (BARE, BARE_AGAIN, FIXED),
     sets: tuple[str, ...] = ("math", "code"),
     concurrencies: tuple[int, ...] = (1, 8),
-    rounds: int = 3,
+    rounds: int = 6,
 ) -> BenchSetup:
     return BenchSetup(
         target="/some/folder/target",
@@ -26,24 +27,27 @@ def setup(
         prompts={name: f"hash of {name}" for name in sets},
         concurrencies=list(concurrencies),
         rounds=rounds,
-        waves=2,
+        turns="slices",
+        seconds=4.0,
         output_tokens=64,
         flags=["--max-num-seqs", "8"],
     )
 
 
-def load(rate: float, requests: int, drafting: Drafting | None = None) -> LoadResult:
-    """All requests take the same time for a token, but for the last, which takes twice that."""
-    tokens = 64 * requests
-    per_token = requests / rate
+def load(rate: float, concurrency: int, drafting: Drafting | None = None) -> LoadResult:
+    """All requests take the same time per token, but for one, which takes twice that.
+
+    The server uses one core.
+    """
+    per_token = concurrency / rate
     return LoadResult(
-        requests=requests,
-        prompt_tokens=100 * requests,
-        output_tokens=tokens,
-        seconds=tokens / rate,
-        tokens_per_second=rate,
-        ttfts=[0.1] * requests,
-        tpots=[per_token] * (requests - 1) + [2 * per_token],
+        seconds=4000.0,
+        processor_seconds=4000.0,
+        requests=concurrency,
+        prompt_tokens=100 * concurrency,
+        output_tokens=round(4000 * rate),  # so many that rounding does not change a ratio
+        ttfts=[0.1] * concurrency,
+        tpots=[per_token] * (concurrency - 1) + [2 * per_token],
         itl_median=per_token,
         itl_p99=2 * per_token,
         drafting=drafting,
@@ -64,9 +68,7 @@ def measured(
     drafting: Callable[[Cell], Drafting | None] = lambda cell: None,
 ) -> list[Measured]:
     return [
-        Measured(
-            cell=cell, load=load(rate(cell), given.requests_at(cell.concurrency), drafting(cell))
-        )
+        Measured(cell=cell, load=load(rate(cell), cell.concurrency, drafting(cell)))
         for cell in all_cells(given)
     ]
 
@@ -75,7 +77,7 @@ def drifting_rate(speedup: float) -> Callable[[Cell], float]:
     """The machine gets slower from round to round; `fixed` stays faster by the same factor."""
 
     def rate(cell: Cell) -> float:
-        own = 1.0 if cell.arm == "bare" else speedup
+        own = 1.0 if cell.arm.startswith("bare") else speedup
         return 30.0 * cell.concurrency * own * 0.8**cell.round
 
     return rate

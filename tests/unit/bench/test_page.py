@@ -6,11 +6,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from rich.console import Console
-from sample_rounds import BARE, drifting_rate, measured, setup
+from sample_rounds import BARE, BARE_AGAIN, drifting_rate, measured, setup
 
 from leadout.bench.page import page, write_files
 from leadout.bench.report import MEANS, print_result
 from leadout.bench.results import BenchResult, summarize
+from leadout.provenance import Provenance
 from support.pages import HOSTILE, assert_hostile_text_is_escaped, assert_loads_nothing
 
 
@@ -26,7 +27,7 @@ def test_files_have_the_same_numbers(result: BenchResult, tmp_path: Path) -> Non
     cells = json.loads(paths[0].read_text())["cells"]
     with paths[1].open() as lines:
         rows = list(csv.DictReader(lines))
-    assert len(rows) == len(cells) == 8
+    assert len(rows) == len(cells) == 12
     for row, cell in zip(rows, cells, strict=True):
         assert (row["prompt_set"], row["arm"]) == (cell["prompt_set"], cell["arm"])
         assert row["speedup"] == ("" if cell["speedup"] is None else str(cell["speedup"]))
@@ -37,8 +38,8 @@ def test_files_have_the_same_numbers(result: BenchResult, tmp_path: Path) -> Non
 
 
 def test_bare_vllm_alone_has_no_speedup_chart(tmp_path: Path) -> None:
-    given = setup(arms=(BARE,))
-    alone = summarize(given, measured(given, lambda cell: 10.0))
+    given = setup(arms=(BARE, BARE_AGAIN))
+    alone = summarize(given, measured(given, lambda cell: 10.0), Provenance.of_this_run())
     assert [path.name for path in write_files(alone, tmp_path)] == [
         "results.json",
         "results.csv",
@@ -58,4 +59,5 @@ def test_the_page_has_every_chart_and_loads_nothing(result: BenchResult) -> None
 
 def test_names_are_escaped_in_the_page() -> None:
     given = setup(sets=(HOSTILE,))
-    assert_hostile_text_is_escaped(page(summarize(given, measured(given, drifting_rate(1.1)))))
+    found = summarize(given, measured(given, drifting_rate(1.1)), Provenance.of_this_run())
+    assert_hostile_text_is_escaped(page(found))

@@ -1,13 +1,14 @@
 """The cost model's predictions, compared with times computed by hand."""
 
 import pytest
-from sample_rounds import BARE, FIXED, TUNED, accepted, measured, setup
+from sample_rounds import BARE, BARE_AGAIN, FIXED, TUNED, accepted, measured, setup
 
 from leadout.bench.predict import CostModel, Served, bare_rate, predicted_speedup, share_close
 from leadout.bench.results import summarize
 from leadout.bench.setup import Cell
 from leadout.control.cost_model import StepCosts
 from leadout.control.tuned_file import PrefillLaw
+from leadout.provenance import Provenance
 
 # A bare step takes 10 ms at any batch; verifying 4 drafts 2 ms more, drafting 3 ms.
 COSTS = StepCosts(
@@ -60,14 +61,14 @@ def test_a_prediction_is_correct_within_15_percent() -> None:
 
 
 def test_cells_carry_predictions_from_their_own_acceptance() -> None:
-    given = setup(arms=(BARE, FIXED, TUNED), sets=("math",), rounds=2)
+    given = setup(arms=(BARE, BARE_AGAIN, FIXED, TUNED), sets=("math",), rounds=2)
 
     def rate(cell: Cell) -> float:
-        return {"bare": 100.0, "fixed": 200.0, "tuned": 150.0}[cell.arm] * cell.concurrency
+        speeds = {"bare": 100.0, "bare-again": 100.0, "fixed": 200.0, "tuned": 150.0}
+        return speeds[cell.arm] * cell.concurrency
 
-    result = summarize(
-        given, measured(given, rate, lambda cell: accepted(100, 200)), model(FREE)
-    )  # acceptance length 3
+    rounds = measured(given, rate, lambda cell: accepted(100, 200))  # acceptance length 3
+    result = summarize(given, rounds, Provenance.of_this_run(), model(FREE))
     fixed = result.cell("math", 1, "fixed")
     assert fixed is not None
     assert fixed.predicted_speedup == pytest.approx(2.0)
@@ -84,8 +85,9 @@ def test_cells_carry_predictions_from_their_own_acceptance() -> None:
 
 
 def test_a_table_that_never_drafts_is_served_bare() -> None:
-    given = setup(arms=(BARE, TUNED), sets=("math",), rounds=1)
-    result = summarize(given, measured(given, lambda cell: 50.0), model(table=((1, 8, 0),)))
+    given = setup(arms=(BARE, BARE_AGAIN, TUNED), sets=("math",), rounds=1)
+    rounds = measured(given, lambda cell: 50.0)
+    result = summarize(given, rounds, Provenance.of_this_run(), model(table=((1, 8, 0),)))
     tuned = result.cell("math", 8, "tuned")
     assert tuned is not None
     assert tuned.predicted_speedup == 1.0

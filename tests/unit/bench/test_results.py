@@ -1,13 +1,15 @@
 """Measured cells survive a kill, and are summarized into paired speed-ups."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sample_rounds import BARE, drifting_rate, measured, setup
+from sample_rounds import BARE, BARE_AGAIN, drifting_rate, measured, setup
 
 from leadout.bench.results import ROUNDS, SETTINGS, BenchResult, RoundsFile, summarize
 from leadout.bench.settings import BenchError
-from leadout.bench.setup import Cell
+from leadout.bench.setup import BenchSetup, Cell
+from leadout.provenance import Provenance
 
 GIVEN = setup(rounds=1)
 MEASURED = measured(GIVEN, drifting_rate(1.2))
@@ -16,8 +18,7 @@ MEASURED = measured(GIVEN, drifting_rate(1.2))
 def written(folder: Path, count: int = 3) -> RoundsFile:
     rounds = RoundsFile(folder)
     assert rounds.begin(GIVEN, resume=False) == []
-    for each in MEASURED[:count]:
-        rounds.append(each)
+    rounds.append(MEASURED[:count])
     return rounds
 
 
@@ -30,14 +31,22 @@ def test_a_resumed_bench_has_what_was_measured(tmp_path: Path) -> None:
     assert RoundsFile(tmp_path).begin(GIVEN, resume=True) == MEASURED[:3]
 
 
-def test_a_line_truncated_by_a_kill_is_measured_again(tmp_path: Path) -> None:
-    written(tmp_path)
+def test_a_pair_that_a_kill_has_cut_is_measured_again(tmp_path: Path) -> None:
+    written(tmp_path, 6)
     path = tmp_path / ROUNDS
     path.write_bytes(path.read_bytes()[:-40])
     rounds = RoundsFile(tmp_path)
-    assert rounds.begin(GIVEN, resume=True) == MEASURED[:2]
-    rounds.append(MEASURED[2])
-    assert rounds.read() == MEASURED[:3]
+    assert rounds.read() == MEASURED[:5]
+    assert rounds.begin(GIVEN, resume=True) == MEASURED[:3]
+    rounds.append(MEASURED[3:6])
+    assert rounds.read() == MEASURED[:6]
+
+
+def test_servers_that_run_one_at_a_time_keep_every_measurement(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    single = GIVEN.model_copy(update={"turns": "single"})
+    (tmp_path / SETTINGS).write_text(single.model_dump_json())
+    assert RoundsFile(tmp_path).begin(single, resume=True) == MEASURED[:5]
 
 
 def test_a_broken_line_elsewhere_is_an_error_with_its_number(tmp_path: Path) -> None:
@@ -69,15 +78,18 @@ def test_a_different_bench_cannot_continue(tmp_path: Path) -> None:
         RoundsFile(tmp_path).begin(GIVEN, resume=True)
 
 
+def summary(given: BenchSetup, rate: Callable[[Cell], float]) -> BenchResult:
+    return summarize(given, measured(given, rate), Provenance.of_this_run())
+
+
 def test_drift_of_the_machine_does_not_change_the_speedup(result: BenchResult) -> None:
     for cell in result.cells:
         if cell.arm == "bare":
-            assert cell.speedup is None
-            assert cell.speedup_spread is None
+            assert (cell.speedup, cell.low, cell.high) == (None, None, None)
         else:
-            assert cell.speedup_spread is not None
-            assert cell.speedup == pytest.approx(1.25)
-            assert cell.speedup_spread.high - cell.speedup_spread.low < 1e-9
+            expected = 1.25 if cell.arm == "fixed" else 1.0
+            assert cell.speedup == pytest.approx(expected, rel=1e-4)
+            assert (cell.low, cell.high) == pytest.approx((expected, expected), rel=1e-4)
         # The speeds themselves have drifted.
         assert cell.tokens_per_second.low < 0.7 * cell.tokens_per_second.high
 
@@ -87,8 +99,31 @@ def test_means_are_over_sets_by_concurrency(result: BenchResult) -> None:
         (1, "fixed"),
         (8, "fixed"),
     ]
-    assert result.geometric_means[0].speedup == pytest.approx(1.25)
-    assert result.geometric_means[0].speedup_spread.rounds == 3
+    assert result.geometric_means[0].speedup == pytest.approx(1.25, rel=1e-4)
+    assert result.geometric_means[0].pairs == 12  # two sets, six rounds
+
+
+def test_bare_vllm_against_itself_is_the_error_of_the_method() -> None:
+    def rate(cell: Cell) -> float:
+        return {"bare": 10.0, "bare-again": 12.1, "fixed": 22.0}[cell.arm]
+
+    found = summary(setup(), rate)
+    assert [(each.concurrency, each.ratio) for each in found.bare_against_bare] == [
+        (1, pytest.approx(1.21)),
+        (8, pytest.approx(1.21)),
+    ]
+    # Over the geometric mean of both, by the clock and by processor seconds.
+    assert found.geometric_means[0].speedup == pytest.approx(2.0)
+    assert found.geometric_means[0].processor_ratio.value == pytest.approx(2.0)
+
+
+def test_a_round_without_one_of_the_bare_servers_is_no_pair() -> None:
+    given = setup(sets=("math",), concurrencies=(1,))
+    rounds = measured(given, drifting_rate(1.25))
+    left = [m for m in rounds if (m.cell.arm, m.cell.round) != ("bare-again", 2)]
+    found = summarize(given, left, Provenance.of_this_run())
+    assert found.geometric_means[0].pairs == 5
+    assert found.geometric_means[0].low is None  # five rounds are too few for an interval
 
 
 def test_acceptance_and_latency_are_pooled_over_rounds(result: BenchResult) -> None:
@@ -100,16 +135,17 @@ def test_acceptance_and_latency_are_pooled_over_rounds(result: BenchResult) -> N
     assert cell.acceptance_by_position == pytest.approx([0.75, 0.375, 0.1875, 0.09375])
     assert bare.acceptance_length is None
     assert bare.acceptance_by_position == []
+    assert cell.ttft is not None
     assert cell.ttft.median == pytest.approx(100.0)
     assert cell.tpot.median < cell.tpot.p99
-    assert [each.round for each in cell.rounds] == [0, 1, 2]
-    assert len(cell.rounds[0].tpot_ms) == 16
+    assert [each.round for each in cell.rounds] == [0, 1, 2, 3, 4, 5]
+    assert len(cell.rounds[0].tpot_ms) == 8
 
 
 def test_an_unfinished_bench_is_summarized() -> None:
     rounds = measured(setup(), drifting_rate(1.25))
     # Killed when only bare vLLM had been measured.
-    only = summarize(setup(), rounds[:1])
+    only = summarize(setup(), rounds[:1], Provenance.of_this_run())
     assert [cell.arm for cell in only.cells] == ["bare"]
     assert only.geometric_means == []
 
@@ -123,10 +159,10 @@ def test_results_contain_no_folder_of_this_machine(result: BenchResult) -> None:
 @pytest.mark.parametrize(
     ("speedups", "rounds", "outcome"),
     [
-        ({1: 1.3, 8: 0.8}, 3, "faster"),  # it pays at one concurrency
-        ({1: 0.9, 8: 0.8}, 3, "slower"),
-        ({1: 1.0, 8: 0.8}, 3, "undecided"),
-        ({1: 1.3, 8: 1.3}, 2, "undecided"),  # too few rounds for an interval
+        ({1: 1.3, 8: 0.8}, 6, "faster"),  # it pays at one concurrency
+        ({1: 0.9, 8: 0.8}, 6, "slower"),
+        ({1: 0.9, 8: 0.8}, 5, "undecided"),
+        ({1: 1.3, 8: 1.3}, 5, "undecided"),  # too few rounds for an interval
     ],
 )
 def test_the_outcome_needs_a_significant_difference(
@@ -135,11 +171,10 @@ def test_the_outcome_needs_a_significant_difference(
     given = setup(rounds=rounds)
 
     def rate(cell: Cell) -> float:
-        return 30.0 * (1.0 if cell.arm == "bare" else speedups[cell.concurrency])
+        return 30.0 * (1.0 if cell.arm.startswith("bare") else speedups[cell.concurrency])
 
-    assert summarize(given, measured(given, rate)).outcome == outcome
+    assert summary(given, rate).outcome == outcome
 
 
 def test_bare_vllm_alone_has_no_outcome() -> None:
-    given = setup(arms=(BARE,))
-    assert summarize(given, measured(given, lambda cell: 10.0)).outcome is None
+    assert summary(setup(arms=(BARE, BARE_AGAIN)), lambda cell: 10.0).outcome is None

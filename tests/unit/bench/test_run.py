@@ -37,7 +37,8 @@ def settings(pair: tuple[Path, Path], out: Path, **changes: object) -> BenchSett
         "draft": (str(pair[1]),),
         "concurrency": (8, 1, 8),
         "rounds": 2,
-        "waves": 2,
+        "seconds": 4.0,
+        "turns": "slices",
         "output_tokens": 64,
         "server_flags": ("--dtype", "float32"),
         "out": out,
@@ -49,8 +50,8 @@ def test_settings_are_complete_before_a_server_starts(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     found = prepare(settings(pair, tmp_path)).setup
-    assert [arm.name for arm in found.arms] == ["bare", "fixed"]
-    assert found.arms[1].draft_tokens == TINY_DRAFTER.block_size - 1
+    assert [arm.name for arm in found.arms] == ["bare", "bare-again", "fixed"]
+    assert found.arms[2].draft_tokens == TINY_DRAFTER.block_size - 1
     assert found.concurrencies == [1, 8]
     assert list(found.prompts) == ["chat", "code", "math"]
     assert found.flags[-2:] == ["--dtype", "float32"]  # the user's come last and win
@@ -63,18 +64,18 @@ def test_a_measured_bench_is_summarized_without_a_server(
     setup = prepare(given).setup
     rounds = RoundsFile(tmp_path)
     rounds.begin(setup, resume=False)
-    for each in measured(setup, drifting_rate(1.5)):
-        rounds.append(each)
+    rounds.append(measured(setup, drifting_rate(1.5)))
     result = bench(given, Progress.silent())
-    assert {round(cell.speedup, 6) for cell in result.cells if cell.speedup} == {1.5}
-    planned = plan(given, Progress.silent())
-    assert (planned.cells, planned.rates_from) == (0, "bare vLLM in the rounds measured so far")
+    assert {round(cell.speedup or 0, 4) for cell in result.cells if cell.arm == "fixed"} == {1.5}
+    assert plan(given).cells == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"draft": (), "draft_tokens": (3,)}, "--draft-tokens requires --draft"),
+        ({"draft": (), "leadout_class": True}, "--leadout-class requires --draft"),
+        ({"seconds": 0.0}, "--seconds: got 0.0; .* greater than 0"),
         ({"draft_tokens": (0,)}, "--draft-tokens 0: expected at least 1"),
         ({"concurrency": (1, 0)}, "--concurrency 0: expected at least 1"),
         ({"output_tokens": 1}, "--output-tokens: got 1; .* greater than or equal to 2"),
@@ -114,7 +115,7 @@ def test_ctrl_c_says_how_to_continue(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "_started", interrupted)
+    monkeypatch.setattr(run, "started", interrupted)
     ended = CliRunner().invoke(app, ["bench", str(pair[0]), "--out", str(tmp_path / "out")])
     assert ended.exit_code == 130
     assert "stopped after 0 of" in ended.output
@@ -125,17 +126,16 @@ def test_a_measured_bench_ends_with_its_files_and_the_next_command(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target, drafter = map(str, pair)
-    words = ["bench", target, "--draft", drafter, "--out", str(tmp_path), "--rounds", "3"]
-    words += ["--concurrency", "1", "--resume"]
-    given = settings(pair, tmp_path, concurrency=(1,), rounds=3, waves=3, output_tokens=256,
+    words = ["bench", target, "--draft", drafter, "--out", str(tmp_path), "--rounds", "6"]
+    words += ["--concurrency", "1", "--turns", "slices", "--resume"]
+    given = settings(pair, tmp_path, concurrency=(1,), rounds=6, output_tokens=256,
                      server_flags=())  # fmt: skip
     setup = prepare(given).setup
     for speedup, code in ((1.5, 0), (0.8, 1)):
         (tmp_path / "rounds.jsonl").unlink(missing_ok=True)
         rounds = RoundsFile(tmp_path)
         rounds.begin(setup, resume=False)
-        for each in measured(setup, drifting_rate(speedup)):
-            rounds.append(each)
+        rounds.append(measured(setup, drifting_rate(speedup)))
         ended = CliRunner().invoke(app, words)
         assert ended.exit_code == code, ended.output
         assert f"wrote {tmp_path / 'report.html'}" in ended.stdout
@@ -150,13 +150,13 @@ def test_a_misspelt_flag_is_not_passed_to_the_servers(pair: tuple[Path, Path]) -
 
 def test_a_resumed_plan_is_printed_as_json(pair: tuple[Path, Path], tmp_path: Path) -> None:
     words = ["bench", str(pair[0]), "--draft", str(pair[1]), "--out", str(tmp_path)]
-    words += ["--rounds", "2", "--waves", "2", "--output-tokens", "64", "--resume", "--plan"]
+    words += ["--rounds", "2", "--turns", "slices", "--output-tokens", "64", "--resume", "--plan"]
     words += ["--concurrency", "1", "--concurrency", "8", "--json", "--", "--dtype", "float32"]
     setup = prepare(settings(pair, tmp_path)).setup
     rounds = RoundsFile(tmp_path)
     rounds.begin(setup, resume=False)
-    rounds.append(measured(setup, drifting_rate(1.5))[0])
+    rounds.append(measured(setup, drifting_rate(1.5))[:3])
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
     planned = json.loads(ended.stdout)
-    assert (planned["cells"], planned["cells_done"]) == (23, 1)
+    assert (planned["cells"], planned["cells_done"]) == (33, 3)

@@ -5,20 +5,18 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sample_rounds import BARE, FIXED, TUNED, setup
+from sample_rounds import BARE, BARE_AGAIN, FIXED, TUNED, setup
 
 from leadout.bench.settings import BenchError
 from leadout.bench.setup import (
     KV_SPACE,
     PromptSet,
-    Rates,
     all_cells,
     arm_command,
     common_flags,
     make_arms,
     make_plan,
     read_sets,
-    write_prompts,
 )
 from leadout.engine.plugin import SWITCH
 
@@ -30,24 +28,26 @@ def names(*args: object) -> list[str]:
 
 
 def test_one_drafter_uses_its_maximum_k() -> None:
-    bare, fixed = make_arms(ONE, [], None)
+    bare, again, fixed = make_arms(ONE, [], None)
     assert (bare.name, bare.kind) == ("bare", "bare")
+    assert (again.name, again.kind) == ("bare-again", "bare")
     assert (fixed.name, fixed.draft_tokens, fixed.drafter) == ("fixed", 7, "folder/drafter")
 
 
 def test_every_k_is_an_arm() -> None:
-    assert names(ONE, [7, 3, 3], "t.json") == ["bare", "fixed", "fixed-3", "tuned"]
+    assert names(ONE, [7, 3, 3], "t.json") == ["bare", "bare-again", "fixed", "fixed-3", "tuned"]
 
 
 def test_several_drafters_give_their_names_to_arms() -> None:
     two = {"a/first": 7, "b/second": 3}
-    assert names(two, [], None) == ["bare", "first", "second"]
-    assert names(two, [3], None) == ["bare", "first-3", "second"]
+    assert names(two, [], None) == ["bare", "bare-again", "first", "second"]
+    assert names(two, [3], None) == ["bare", "bare-again", "first-3", "second"]
 
 
 def test_arm_names_are_unique() -> None:
     found = names({"a/bare": 7, "b/bare": 7, "c/tuned": 7}, [], "t.json")
-    assert found == ["bare", "bare-again-2", "bare-again-3", "tuned", "tuned-again-2"]
+    others = ["bare-again-2", "bare-again-3", "tuned", "tuned-again-2"]
+    assert found == ["bare", "bare-again", *others]
 
 
 def test_a_k_beyond_the_block_is_refused() -> None:
@@ -56,8 +56,8 @@ def test_a_k_beyond_the_block_is_refused() -> None:
 
 
 def test_bare_and_fixed_arms_run_plain_vllm() -> None:
-    bare, fixed = make_arms(ONE, [3], None)
-    for arm in (bare, fixed):
+    bare, again, fixed = make_arms(ONE, [3], None)
+    for arm in (bare, again, fixed):
         launch = arm_command(arm, "target", ["--max-num-seqs", "8"])
         assert launch.environment[SWITCH] == "0"
         assert "target" in launch.command
@@ -69,6 +69,14 @@ def test_bare_and_fixed_arms_run_plain_vllm() -> None:
         "model": "folder/drafter",
         "num_speculative_tokens": 3,
     }
+
+
+def test_an_arm_with_leadouts_draft_class_differs_in_nothing_else() -> None:
+    *_, fixed, ours = make_arms(ONE, [3], None, leadout_class=True)
+    assert ours.name == "fixed-3-leadout"
+    launch, own = (arm_command(arm, "target", []) for arm in (fixed, ours))
+    assert own.command == launch.command
+    assert SWITCH not in own.environment
 
 
 def test_the_tuned_arm_runs_leadout_serve() -> None:
@@ -87,7 +95,7 @@ def test_with_several_drafters_the_tuned_file_names_its_own() -> None:
 
 
 def test_the_users_cache_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    (bare,) = make_arms({}, [], None)
+    bare, _ = make_arms({}, [], None)
     monkeypatch.delenv(KV_SPACE, raising=False)
     assert arm_command(bare, "target", []).environment[KV_SPACE] == "1"
     monkeypatch.setenv(KV_SPACE, "7")
@@ -96,12 +104,13 @@ def test_the_users_cache_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_common_flags_disable_prefix_caching_and_fit_all_requests() -> None:
     for on_cpu in (True, False):
-        flags = common_flags([1, 16, 8], 3, on_cpu)
+        flags = common_flags([1, 16, 8], on_cpu, 3)
         assert "--no-enable-prefix-caching" in flags
         assert flags[flags.index("--max-num-seqs") + 1] == "16"
-    assert "--enforce-eager" in common_flags([1], 3, on_cpu=True)
-    shared = common_flags([1], 3, on_cpu=False)
+    assert "--enforce-eager" in common_flags([1], True, 3)
+    shared = common_flags([1], False, 3)
     assert float(shared[shared.index("--gpu-memory-utilization") + 1]) * 3 <= 0.9
+    assert "--gpu-memory-utilization" not in common_flags([1], False, 1)
 
 
 def test_the_live_arm_starts_from_the_tuned_file_or_from_the_only_drafter() -> None:
@@ -116,32 +125,32 @@ def test_the_live_arm_starts_from_the_tuned_file_or_from_the_only_drafter() -> N
 
 
 def test_every_cell_is_measured_once_a_round_on_every_arm() -> None:
-    given = setup(arms=(BARE, FIXED, TUNED), rounds=3)
+    given = setup(arms=(BARE, BARE_AGAIN, FIXED, TUNED), rounds=3)
     cells = all_cells(given)
-    assert len(cells) == len(set(cells)) == 2 * 2 * 3 * 3
-    assert Counter(cell.arm for cell in cells) == {"bare": 12, "fixed": 12, "tuned": 12}
+    assert len(cells) == len(set(cells)) == 2 * 2 * 4 * 3
+    assert Counter(cell.arm for cell in cells) == dict.fromkeys(
+        ["bare", "bare-again", "fixed", "tuned"], 12
+    )
 
 
-def test_arms_take_turns_and_another_starts_each_round() -> None:
-    given = setup(arms=(BARE, FIXED, TUNED), sets=("math",), concurrencies=(8,), rounds=4)
-    order = [cell.arm for cell in all_cells(given)]
-    assert order[0:3] == ["bare", "fixed", "tuned"]
-    assert order[3:6] == ["fixed", "tuned", "bare"]
-    assert order[6:9] == ["tuned", "bare", "fixed"]
-    assert order[9:12] == order[0:3]
+def test_prompts_come_in_a_random_order_that_is_the_same_for_all_arms() -> None:
+    prompts = PromptSet("some", tuple(str(n) for n in range(100)), "hash")
+    first = prompts.in_random_order(concurrency=2, start=0)
+    assert sorted(first) == sorted(prompts.texts)
+    assert first != prompts.texts
+    assert first == prompts.in_random_order(concurrency=2, start=0)
+    # A bench that continues does not measure the same prompts again.
+    assert first != prompts.in_random_order(concurrency=2, start=3)
 
 
-def test_requests_grow_with_concurrency() -> None:
-    given = setup()
-    assert [given.requests_at(c) for c in (1, 4, 16)] == [3, 8, 32]
-
-
-def test_rounds_take_other_prompts_and_wrap_around() -> None:
-    prompts = PromptSet("some", ("a", "b", "c", "d", "e"), "hash")
-    assert prompts.of_round(0, 2) == ["a", "b"]
-    assert prompts.of_round(1, 2) == ["c", "d"]
-    assert prompts.of_round(2, 2) == ["e", "a"]
-    assert prompts.of_round(0, 7) == ["a", "b", "c", "d", "e", "a", "b"]
+def test_sets_that_share_prompts_are_refused(tmp_path: Path) -> None:
+    for name, texts in (("one", ["a", "b"]), ("two", ["c"]), ("both", ["b", "d", "c"])):
+        lines = [json.dumps({"prompt": text}) + "\n" for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("one", "two", "both")}
+    assert len(read_sets([files["one"], files["two"]])) == 2
+    with pytest.raises(BenchError, match="one and both share 1 prompts"):
+        read_sets([files["one"], files["both"]])
 
 
 def test_prompts_are_first_turns_by_file(tmp_path: Path) -> None:
@@ -162,22 +171,10 @@ def test_generated_prompts_are_refused() -> None:
         read_sets(["self:3"])
 
 
-def test_prompts_are_written_in_the_generators_format(tmp_path: Path) -> None:
-    path = write_prompts(["one\nline", "Ünï"], tmp_path / "p.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [{"prompt": "one\nline"}, {"prompt": "Ünï"}]
-
-
 def test_a_plan_counts_what_is_left() -> None:
     given = setup(sets=("math",), concurrencies=(1, 8), rounds=2)
-    rates = Rates({1: 32.0, 8: 256.0}, "a probe")
-    fresh = make_plan(given, [], rates)
-    assert (fresh.cells, fresh.cells_done) == (8, 0)
-    # Two rounds, two arms: 3 requests at 1, 16 at 8, of 64 tokens each.
-    assert fresh.output_tokens == 2 * 2 * (3 + 16) * 64
-    seconds = 4 * (3 * 64 / 32 + 16 * 64 / 256) + 8 * 1.5
-    assert fresh.minutes == pytest.approx(seconds / 60)
-    assert fresh.rates_from == "a probe"
-    half = make_plan(given, all_cells(given)[:4], rates)
-    assert (half.cells, half.cells_done) == (4, 4)
-    assert half.minutes == pytest.approx(fresh.minutes / 2)
+    fresh = make_plan(given, [])
+    assert (fresh.cells, fresh.cells_done) == (12, 0)
+    assert fresh.minutes == pytest.approx(12 * (4.0 + 0.5) / 60)
+    half = make_plan(given, all_cells(given)[:6])
+    assert (half.cells, half.cells_done) == (6, 6)

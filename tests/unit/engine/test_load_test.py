@@ -1,90 +1,200 @@
-"""Results of vLLM's load generator count only if every request succeeded."""
+"""A constant load, timed by a clock that stops with the server."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from leadout.engine.child_process import EngineError
-from leadout.engine.load_test import LoadGenerator, LoadRequest, generator_flags, result_of
-
-REQUEST = LoadRequest(
-    url="http://127.0.0.1:9", prompts=Path("p.jsonl"), requests=2, concurrency=2, output_tokens=5
+from leadout.engine.load_test import (
+    LoadRequest,
+    RunningClock,
+    ServerLoad,
+    client_session,
+    parse_counters,
 )
 
-
-def raw(**changes: Any) -> dict[str, Any]:
-    """The fields of the generator's result that we read, as it names them."""
-    return {
-        "failed": 0,
-        "completed": 2,
-        "errors": ["", ""],
-        "output_lens": [5, 5],
-        "total_input_tokens": 30,
-        "total_output_tokens": 10,
-        "duration": 0.5,
-        "output_throughput": 20.0,
-        "ttfts": [0.1, 0.2],
-        "latencies": [0.5, 0.4],
-        "median_itl_ms": 40.0,
-        "p99_itl_ms": 90.0,
-        **changes,
-    }
+STEP = 0.01
 
 
-def test_times_are_in_seconds_and_tpot_excludes_the_first_token() -> None:
-    found = result_of(raw(), REQUEST)
-    assert found.tokens_per_second == 20.0
-    assert found.tpots == pytest.approx([0.1, 0.05])
-    assert (found.itl_median, found.itl_p99) == (0.04, 0.09)
-    assert found.drafting is None
+@dataclass
+class StreamingServer:
+    """Stands for a vLLM server: two tokens per chunk, one chunk per step, errors on demand."""
+
+    fail_with: int | None = None
+    tokens_short: int = 0
+    seen: list[dict[str, Any]] = field(default_factory=list)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.seen.append(body)
+        if self.fail_with is not None:
+            return web.Response(status=self.fail_with, text="prompt too long")
+        response = web.StreamResponse()
+        await response.prepare(request)
+        written, wanted = 0, body["max_tokens"] - self.tokens_short
+        while written < wanted:
+            await asyncio.sleep(STEP)
+            written = min(wanted, written + 2)
+            usage = {"prompt_tokens": 7, "completion_tokens": written}
+            await response.write(b"data: " + json.dumps({"usage": usage}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
 
 
-def test_acceptance_length_comes_from_the_speculation_counters() -> None:
-    found = result_of(
-        raw(
-            spec_decode_num_drafts=4,
-            spec_decode_draft_tokens=12,
-            spec_decode_accepted_tokens=6,
-            spec_decode_per_position_acceptance_rates=[1.0, 0.25, 0.25],
-        ),
-        REQUEST,
-    )
-    assert found.drafting is not None
-    assert found.drafting.acceptance_length == 2.5
-
-
-def test_a_failed_request_is_an_error_with_its_reason() -> None:
-    broken = raw(failed=1, completed=1, errors=["", "Traceback\n  deep\nBad Request"])
-    with pytest.raises(EngineError, match=r"Only 1 of 2 requests succeeded.*Bad Request"):
-        result_of(broken, REQUEST)
-
-
-def test_responses_of_different_length_are_an_error() -> None:
-    with pytest.raises(EngineError, match="3 to 5 tokens, expected 5 each"):
-        result_of(raw(output_lens=[3, 5]), REQUEST)
-
-
-def test_loads_are_greedy_and_of_fixed_length() -> None:
-    flags = generator_flags(REQUEST)
-    assert "--ignore-eos" in flags
-    assert flags[flags.index("--temperature") + 1] == "0"
-    assert flags[flags.index("--custom-output-len") + 1] == "5"
-
-
-def test_a_generator_that_dies_is_an_error_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def loaded(
+    server: StreamingServer,
+    request: LoadRequest,
+    during: Callable[[ServerLoad, RunningClock], Awaitable[None]],
 ) -> None:
-    # Stands for an interpreter in which the generator cannot run.
-    false = tmp_path / "python"
-    false.write_text("#!/bin/sh\necho no generator here >&2\nexit 3\n")
-    false.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(false))
-    with (
-        LoadGenerator(tmp_path / "log") as generator,
-        pytest.raises(EngineError, match="no generator here"),
-    ):
-        generator.run(REQUEST)
+    async def main() -> None:
+        clock = RunningClock()
+        clock.start()
+        async with (
+            server.running() as url,
+            client_session() as session,
+            ServerLoad(session, url, request, clock, "some arm") as load,
+        ):
+            while not load.is_constant:
+                await asyncio.sleep(STEP)
+            await during(load, clock)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+REQUEST = LoadRequest(prompts=("a", "b", "c"), concurrency=2, output_tokens=8)
+
+
+def test_a_window_counts_tokens_requests_and_times() -> None:
+    server = StreamingServer()
+
+    async def during(load: ServerLoad, clock: RunningClock) -> None:
+        load.open_window()
+        await asyncio.sleep(40 * STEP)
+        found = load.close_window(processor_seconds=1.5)
+        assert found.seconds == pytest.approx(40 * STEP, rel=0.3)
+        assert found.processor_seconds == 1.5
+        assert found.requests >= 2
+        assert found.output_tokens > 8
+        assert found.prompt_tokens == 7 * len(found.ttfts)
+        # Two tokens per step at the least.
+        assert min(found.tpots) >= 0.4 * STEP
+        assert found.itl_median >= 0.8 * STEP
+
+    loaded(server, REQUEST, during)
+    assert all(body["temperature"] == 0 and body["ignore_eos"] for body in server.seen)
+    prompts = [body["messages"][0]["content"] for body in server.seen]
+    assert prompts[:5] == ["a", "b", "c", "a", "b"]
+
+
+def test_first_requests_are_of_different_length() -> None:
+    request = REQUEST.model_copy(update={"concurrency": 4})
+    assert [request.first_length(client) for client in range(4)] == [1, 3, 5, 7]
+    server = StreamingServer()
+
+    async def during(load: ServerLoad, clock: RunningClock) -> None:
+        while len(server.seen) < 6:
+            await asyncio.sleep(STEP)
+
+    loaded(server, request, during)
+    lengths = [body["max_tokens"] for body in server.seen]
+    assert sorted(lengths[:4]) == [1, 3, 5, 7]
+    assert set(lengths[4:]) == {8}
+
+
+def test_the_clock_counts_only_while_the_server_runs() -> None:
+    clock = RunningClock()
+    time.sleep(0.02)
+    assert clock.seconds == 0
+    clock.start()
+    clock.start()
+    time.sleep(0.03)
+    clock.stop()
+    ran = clock.seconds
+    assert 0.03 <= ran < 0.2
+    time.sleep(0.02)
+    assert clock.seconds == ran
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (StreamingServer(fail_with=400), r"some arm: The server answered 400: prompt too long"),
+        (StreamingServer(tokens_short=1), r"has 3 tokens, expected 4: increase --max-model-len"),
+    ],
+)
+def test_a_request_that_fails_ends_the_load(server: StreamingServer, message: str) -> None:
+    request = REQUEST.model_copy(update={"concurrency": 1})
+
+    async def during(load: ServerLoad, clock: RunningClock) -> None:
+        await asyncio.sleep(20 * STEP)
+        assert load.is_constant
+
+    with pytest.raises(EngineError, match=message):
+        loaded(server, request, during)
+
+
+def test_responses_may_end_earlier_at_the_end_of_text() -> None:
+    server = StreamingServer(tokens_short=1)
+    request = REQUEST.model_copy(update={"stop_at_end_of_text": True})
+
+    async def during(load: ServerLoad, clock: RunningClock) -> None:
+        await asyncio.sleep(20 * STEP)
+        assert load.is_constant
+
+    loaded(server, request, during)
+    assert not any(body["ignore_eos"] for body in server.seen)
+
+
+def test_a_window_without_tokens_is_an_error() -> None:
+    async def during(load: ServerLoad, clock: RunningClock) -> None:
+        load.open_window()
+        load.close_window(0.0)
+
+    with pytest.raises(EngineError, match=r"0 tokens in 0\.0 s are too few"):
+        loaded(StreamingServer(), REQUEST, during)
+
+
+METRICS = """# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0"} 4.0
+vllm:spec_decode_num_drafts_total{engine="1"} 6.0
+# TYPE vllm:spec_decode_num_draft_tokens counter
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 30.0
+# TYPE vllm:spec_decode_num_accepted_tokens counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 15.0
+vllm:spec_decode_num_accepted_tokens_created{engine="0"} 1.7e9
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 10.0
+"""
+
+
+def test_acceptance_length_comes_from_the_servers_counters() -> None:
+    none, some = parse_counters(""), parse_counters(METRICS)
+    found = some.since(none)
+    assert found is not None
+    assert (found.drafts, found.draft_tokens, found.accepted) == (10, 30, 15)
+    assert found.by_position == [1.0, 0.5]
+    assert found.acceptance_length == 2.5
+    assert some.since(some) is None  # nothing was drafted in between
