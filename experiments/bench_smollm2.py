@@ -2,21 +2,22 @@
 
     python experiments/bench_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
-Three prompt sets at four concurrencies, in float32: not every CPU computes in bfloat16. `fixed` is
-vLLM's own DFlash with all drafts of the block, `tuned` is the same drafter with the draft lengths
-of `leadout tune`. Takes about 40 minutes on two idle cores; a second call continues where the first
-stopped. Writes `results/bench/smollm2.*`, and `aa.json` with bare vLLM against itself.
+Three prompt sets at four concurrencies, in float32: not every CPU computes in bfloat16. `tuned` is
+the drafter with the draft lengths of `leadout tune`. Takes half an hour on two idle cores; a second
+call continues where the first stopped. Writes `results/bench/smollm2.*`, and bare vLLM against
+itself as `aa.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from common import ROOT, SHIPPED, write_result
+from common import ROOT, SHIPPED
 from leadout.bench.page import PICTURE, REPORT, RESULTS, write_files
 from leadout.bench.report import print_result
 from leadout.bench.results import BenchResult
@@ -44,7 +45,6 @@ def main() -> None:
     tuned = tune(arguments.target, arguments.work)
     settings = BenchSettings(
         target=str(arguments.target),
-        draft=(str(SHIPPED),),
         tuned=tuned,
         prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS),
         concurrency=CONCURRENCIES,
@@ -81,23 +81,22 @@ def tune(target: Path, work: Path) -> Path:
 
 def write_error_of_method(result: BenchResult) -> None:
     """Bare vLLM on two servers that are alike, by the clock and by processor seconds."""
-    settings = result.settings
+    settings, provenance = result.settings, result.provenance.model_dump()
     cells = [
         {**cell.model_dump(), "within_3_percent": abs(cell.ratio - 1) <= 0.03}
         for cell in result.bare_against_bare
     ]
-    write_result(
-        OUT / "aa.json",
-        {
-            "target": settings.target,
-            "turns": settings.turns,
-            "rounds": settings.rounds,
-            "seconds": settings.seconds,
-            "prompt_sets": list(settings.prompts),
-            "servers": len(settings.arms),
-            "cells": cells,
-        },
-    )
+    found = {
+        "provenance": provenance,
+        "target": settings.target,
+        "turns": settings.turns,
+        "rounds": settings.rounds,
+        "seconds": settings.seconds,
+        "prompt_sets": list(settings.prompts),
+        "servers": len(settings.arms),
+        "cells": cells,
+    }
+    (OUT / "aa.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -189,8 +189,16 @@ def _ms(interval: Any) -> str:
     return f"{1000 * interval['value']:.1f} ms"
 
 
-def _spread(spread: Any) -> str:
-    return f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
+def _speedup(cell: Any) -> str:
+    return f"{cell['speedup']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
+
+
+def _aa(cell: Any) -> str:
+    return f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
+
+
+def _interval(ratio: Any) -> str:
+    return f"{ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
 
 
 # Acceptance and correctness

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from leadout.bench.predict import CostModel
@@ -30,8 +30,8 @@ from leadout.engine.load_test import LoadRequest, LoadResult
 from leadout.engine.vllm_adapter import installed_distribution
 from leadout.errors import StoppedError
 from leadout.files import require_writable
-from leadout.models import fingerprint, local_folder
-from leadout.provenance import Provenance
+from leadout.models import fingerprint, last_part, local_folder
+from leadout.provenance import Provenance, RunStart
 
 LOGS = "logs"
 WARM_UP_TOKENS = 16
@@ -46,6 +46,7 @@ class Bench:
     sets: list[PromptSet]
     tuned: Tuned | None
     model: CostModel | None
+    fingerprints: dict[str, str]  # of the models, by role
 
     @property
     def rounds(self) -> RoundsFile:
@@ -54,10 +55,11 @@ class Bench:
 
 def bench(settings: BenchSettings, progress: Progress) -> BenchResult:
     """Measure the cells that are not measured yet, and summarize all of them."""
+    start = RunStart.now()
     prepared = prepare(settings)
     done = prepared.rounds.begin(prepared.setup, resume=settings.resume)
     _measure(prepared, done, progress)
-    provenance = Provenance.of_this_run()
+    provenance = Provenance.of_this_run(prepared.fingerprints, start)
     return summarize(prepared.setup, prepared.rounds.read(), provenance, prepared.model)
 
 
@@ -77,10 +79,12 @@ def prepare(settings: BenchSettings) -> Bench:
         draft: read_checkpoint(folder).config.max_draft_tokens for draft, folder in folders.items()
     }
     tuned = None if settings.tuned is None else read_tuned(settings.tuned)
+    fingerprints = {draft: fingerprint(folder) for draft, folder in folders.items()}
     tuned_drafter = None
     if tuned is not None:
-        same = (d for d, f in folders.items() if fingerprint(f) == tuned.drafter.fingerprint)
+        same = (draft for draft in folders if fingerprints[draft] == tuned.drafter.fingerprint)
         tuned_drafter = next(same, None)
+        fingerprints.setdefault(tuned_drafter or tuned.drafter.name, tuned.drafter.fingerprint)
     file = None if tuned is None else str(settings.tuned)
     arms = make_arms(
         max_draft_tokens,
@@ -112,7 +116,15 @@ def prepare(settings: BenchSettings) -> Bench:
     model = None
     if tuned is not None:
         model = CostModel.of(tuned, tuned_drafter or tuned.drafter.name)
-    return Bench(settings, setup, sets, tuned, model)
+    models = {"target": fingerprint(target), **_by_role(fingerprints)}
+    return Bench(settings, setup, sets, tuned, model, models)
+
+
+def _by_role(drafters: Mapping[str, str]) -> dict[str, str]:
+    """Fingerprints of drafters as result files name them."""
+    if len(drafters) == 1:
+        return {"drafter": next(iter(drafters.values()))}
+    return {f"drafter {last_part(name)}": found for name, found in drafters.items()}
 
 
 def _measure(prepared: Bench, done: Sequence[Measured], progress: Progress) -> None:
