@@ -29,7 +29,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bench-method": result_tables.bench_method,
     "bench-sets": result_tables.bench_sets,
     "bench-rounds": result_tables.bench_rounds,
-    "bench-error": result_tables.bench_error,
     "profile": result_tables.profile,
     "overhead": result_tables.overhead,
     "acceptance-sets": result_tables.acceptance_sets,

@@ -4,7 +4,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import geometric_mean, harmonic_mean, median
+from statistics import harmonic_mean, median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,42 +66,41 @@ def tuned_table() -> str:
     return table(("concurrent requests", "K"), rows)
 
 
-# Bench takes the first prompts of a file, and those of spec_bench are the ones of mt_bench.
-SAME_PROMPTS = {"spec_bench": "mt_bench"}
-
-
-class Mean(NamedTuple):
-    """Geometric mean over prompt sets and rounds, and of the lowest and the highest round."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def bench_mean(bench: Any, arm: str, load: int) -> Mean:
-    speedups: dict[int, list[float]] = defaultdict(list)  # by round
-    for cell in bench["cells"]:
-        is_counted = cell["prompt_set"] not in SAME_PROMPTS
-        if is_counted and (cell["arm"], cell["concurrency"]) == (arm, load):
-            for each in cell["rounds"]:
-                speedups[each["round"]].append(each["speedup"])
-    rounds = [geometric_mean(each) for each in speedups.values()]
-    return Mean(geometric_mean(rounds), min(rounds), max(rounds))
-
-
-def bench_sets_counted(bench: Any) -> int:
-    return len(bench["settings"]["prompts"].keys() - SAME_PROMPTS.keys())
-
-
 def bench_means() -> str:
     bench = result("bench/smollm2.json")
     loads = bench["settings"]["concurrencies"]
-    arms = [arm["name"] for arm in bench["settings"]["arms"] if arm["kind"] != "bare"]
-    rows = [[arm, *(bench_mean(bench, arm, load) for load in loads)] for arm in arms]
+    arms = dict.fromkeys(mean["arm"] for mean in bench["geometric_means"])
+    rows = [
+        [arm, *(_speedup(mean) for mean in bench["geometric_means"] if mean["arm"] == arm)]
+        for arm in arms
+    ]
+    rows.append(["bare vLLM again (A/A)", *map(_aa, bench["bare_against_bare"])])
     return table(["concurrent requests", *map(str, loads)], rows)
+
+
+def bench_aa() -> str:
+    rows = [
+        (cell["concurrency"], _aa(cell), _interval(cell["processor_ratio"]), cell["pairs"])
+        for cell in result("bench/aa.json")["cells"]
+    ]
+    heads = ("concurrent requests", "A/A by the clock", "by processor seconds", "pairs")
+    return table(heads, rows)
+
+
+def bench_method() -> str:
+    rows = [
+        (
+            cell["turns"],
+            cell["concurrency"],
+            f"{cell['clock']['deviation_of_log_ratio']:.3f}",
+            f"{cell['processor']['deviation_of_log_ratio']:.3f}",
+            f"±{100 * cell['clock']['half_width_after_10_minutes']:.1f}%",
+        )
+        for cell in result("bench/method.json")["cells"]
+    ]
+    heads = ("turns", "concurrent requests", "deviation of a log ratio", "by processor seconds",
+             "half interval after 10 minutes")  # fmt: skip
+    return table(heads, rows)
 
 
 def bench_sets() -> str:
@@ -110,13 +109,11 @@ def bench_sets() -> str:
     rows = []
     for name in sorted({cell["prompt_set"] for cell in cells}):
         found = {
-            cell["concurrency"]: cell["speedup_spread"]
+            cell["concurrency"]: cell
             for cell in cells
             if cell["prompt_set"] == name and cell["arm"] == "tuned"
         }
-        same = SAME_PROMPTS.get(name)
-        shown = name if same is None else f"{name} (the prompts of {same} again)"
-        rows.append([shown, *(_spread(found[load]) for load in loads)])
+        rows.append([name, *(_speedup(found[load]) for load in loads)])
     return table(["`tuned`, concurrent requests", *map(str, loads)], rows)
 
 
@@ -124,44 +121,14 @@ def bench_rounds() -> str:
     bench = result("bench/smollm2.json")
     settings, prediction = bench["settings"], bench["prediction"]
     return (
-        f"Geometric mean of {bench_sets_counted(bench)} prompt sets and {settings['rounds']} "
-        "rounds, with the lowest and the highest round in brackets. Answers have "
-        f"{settings['output_tokens']} tokens, whether or not the text ends before. In "
-        f"{prediction['within_15_percent']:.0%} of {prediction['cells']} cells the cost model of "
-        "the tuned file, given the acceptance measured in the cell, predicts the speed-up to "
-        "within 15%."
+        f"Geometric mean of {len(settings['prompts'])} prompt sets and {settings['rounds']} "
+        f"rounds, in which every server runs for {settings['seconds']:g} s, with the 95% interval "
+        f"in brackets. Answers have {settings['output_tokens']} tokens, whether or not the text "
+        "ends before. A/A is a second server of bare vLLM over the first: the error of the "
+        f"method. In {prediction['within_15_percent']:.0%} of {prediction['cells']} cells the cost "
+        "model of the tuned file, given the acceptance measured in the cell, predicts the "
+        "speed-up to within 15%."
     )
-
-
-def bench_error() -> str:
-    """What the same method measures where nothing differs, and how far rounds are apart."""
-    bench, same = result("bench/smollm2.json"), result("bench/random.json")
-    loads = same["settings"]["concurrencies"]
-    tuned = [cell for cell in same["cells"] if cell["arm"] == "tuned"]
-    assert all(cell["acceptance_length"] is None for cell in tuned), "the tuned arm drafted"
-    measured = [f"{bench_mean(same, 'tuned', load).value:.2f}" for load in loads]
-    ratios = cell_ratios(bench)
-    return (
-        "Compare them with the error of the method: in a second bench, with a drafter of random "
-        "weights, the tuned server drafted nothing and was bare vLLM with the same flags. It "
-        f"measured {_listed(measured)} of bare vLLM at {_listed(loads)} "
-        f"concurrent requests ({bench_sets_counted(same)} prompt sets, "
-        f"{same['settings']['rounds']} rounds; [file]({{root}}results/bench/random.json)). In the "
-        "first one, the highest speed-up of a cell is "
-        f"{median(ratios):.2f} times its lowest in the median cell, and {max(ratios):.2f} times in "
-        "the worst."
-    )
-
-
-def cell_ratios(bench: Any) -> list[float]:
-    """The highest over the lowest round of each cell."""
-    spreads = [c["speedup_spread"] for c in bench["cells"] if c["speedup_spread"] is not None]
-    return [spread["high"] / spread["low"] for spread in spreads]
-
-
-def _listed(values: Sequence[object]) -> str:
-    *first, last = map(str, values)
-    return f"{', '.join(first)} and {last}"
 
 
 def profile() -> str:
@@ -322,20 +289,31 @@ def control() -> str:
     return table([*heads, "mean", "worst"], rows)
 
 
-def live_over(arm: str, load: int) -> Mean:
+class Rounds(NamedTuple):
+    """The median over rounds, with the lowest and the highest."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def live_over(arm: str, load: int) -> Rounds:
     """Throughput with live control over that of another arm: median, lowest and highest round."""
     rounds: dict[int, dict[str, float]] = defaultdict(dict)
     for each in result("live/smollm2.json")["traffic"]["rounds"]:
         if each["concurrency"] == load:
             rounds[each["round"]][each["arm"]] = harmonic_mean(each["phases"].values())
     ratios = [each["live"] / each[arm] for each in rounds.values()]
-    return Mean(median(ratios), min(ratios), max(ratios))
+    return Rounds(median(ratios), min(ratios), max(ratios))
 
 
-def live_useless_over_bare(load: int) -> Mean:
+def live_useless_over_bare(load: int) -> Rounds:
     rounds = result("live/smollm2.json")["useless"]["rounds"]
     ratios = [each["live"] / each["bare"] for each in rounds if each["concurrency"] == load]
-    return Mean(median(ratios), min(ratios), max(ratios))
+    return Rounds(median(ratios), min(ratios), max(ratios))
 
 
 def live() -> str:
