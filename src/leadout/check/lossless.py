@@ -4,9 +4,10 @@ In float32 the texts must be equal. In lower precision they may differ: a verify
 same kernels on another number of tokens than a plain step, the last bit of a logit may change, and
 where two tokens score almost alike the other one wins. The same happens without speculation when
 the batch size changes. This is the control: plain vLLM against itself at another batch size, on the
-same prompts. Speculation is at fault if it changes a significantly larger share of the texts.
+same prompts. A significantly larger share of changed texts is noted, but it is no fault by itself:
+a step with drafts verifies more tokens at a time than any batch size of the control.
 
-Each divergence is also checked by itself: the target's own logits for the two tokens, computed by
+Each divergence is checked by itself: the target's own logits for the two tokens, computed by
 transformers over the text up to there, must not be further apart than rounding explains, unless
 the control has a gap of that size too.
 
@@ -28,11 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.result import BatchControl, Divergence, Lossless
-from leadout.findings import Finding, error
+from leadout.findings import Finding, error, note
 
 ULPS = 4
-# A check is run often and on many pairs: a healthy pair must not fail it by chance.
-MAX_P_VALUE = 0.01
+MAX_P_VALUE = 0.01  # above it, the share of changed texts counts as that of the control
 _REMEDY = (
     "Do not deploy: speculation must not change the target's text, whatever the drafter. Serve "
     "without speculation and report the engine's version with this result."
@@ -138,12 +138,12 @@ def _more_than_control(lossless: Lossless) -> Finding | None:
     if control is None or control.p_value >= MAX_P_VALUE:
         return None
     changed, in_control = len(lossless.divergences), len(control.divergences)
-    return error(
-        "not-lossless",
-        f"speculation changes {changed} of {lossless.texts} greedy texts, but another batch size "
-        f"without speculation changes only {in_control} of {control.texts} (p = "
-        f"{control.p_value:.2g}): rounding does not explain the difference",
-        _REMEDY,
+    return note(
+        "more-near-ties",
+        f"speculation changes {changed} of {lossless.texts} greedy texts at near-ties, another "
+        f"batch size without speculation {in_control} of {control.texts} (p = "
+        f"{control.p_value:.2g}): every change is within rounding",
+        "Run the check with --dtype float32, where the texts must be equal, to rule out an error.",
         texts=lossless.texts,
         changed=changed,
         changed_in_control=in_control,
