@@ -61,6 +61,7 @@ def claims() -> dict[str, list[str]]:
     worst = max(each["difference"] for each in run["acceptance"].values())
     (duration,) = {rule["for"] for rule in rules() if rule.get("alert") == "LeadoutBelowBreakEven"}
     learned = LearnConfig.model_fields
+    gate = result("learn/gate_cycles.json")
     drafts = f"the draft layers {step['drafter, layers']:.1f} ms"
     return {
         "concepts/acceptance-length.md": [f"the two differ by {worst:.1%} at most"],
@@ -82,8 +83,9 @@ def claims() -> dict[str, list[str]]:
             "write 2,000 prompts",  # the number in the command above it
         ],
         "learn.md": [
-            f"at least {learned['gain'].default:.0%}",
             f"at most {learned['base_loss'].default:.0%}",
+            f"each lose {gate['loss_each_cycle']:.0%} on the base",
+            f"with {gate['traffic_gain']:.0%} more acceptance",
             "the 95% interval",
             "with 95% intervals",
             f"the newest {MAX_REQUESTS:,} requests",
