@@ -1,4 +1,4 @@
-"""Statistics of measurements: 95% confidence intervals, bootstrap, ratios, monotone curves.
+"""Statistics of measurements: 95% confidence intervals, tests, bootstrap, ratios, monotone curves.
 
 scipy is imported where it is used: reading a file with intervals in it must stay fast.
 """
@@ -77,6 +77,38 @@ def ratio_interval(parts: Floats, wholes: Floats) -> Interval:
     return bootstrap(
         len(parts), lambda drawn: parts[drawn].sum(-1) / np.maximum(wholes[drawn].sum(-1), 1)
     )
+
+
+def paired_p_value(differences: Floats, wholes: Floats) -> float:
+    """Two-sided p-value that the sum of differences over the sum of wholes, both [units], is zero.
+
+    A t-test of the linearised ratio with units as clusters. 1.0 with fewer than two units.
+    """
+    from scipy import stats
+
+    count, total = len(differences), float(wholes.sum())
+    if count < 2 or total == 0:
+        return 1.0
+    ratio = float(differences.sum()) / total
+    residuals = differences - ratio * wholes
+    error = math.sqrt(float(residuals @ residuals) * count / (count - 1)) / total
+    if error == 0:
+        return 1.0 if ratio == 0 else 0.0
+    return float(2 * stats.t.sf(abs(ratio) / error, count - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for the number of tests by Holm's method, in the same order.
+
+    Rejecting where the corrected value is at most 5% keeps the probability of even one false
+    rejection below 5%, however the tests depend on each other.
+    """
+    corrected = [1.0] * len(p_values)
+    highest = 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, p_values[place] * (len(p_values) - rank)))
+        corrected[place] = highest
+    return corrected
 
 
 class Spread(BaseModel):

@@ -98,6 +98,26 @@ def test_a_drafter_without_gain_is_not_served(target: Path, drafter: Path, tmp_p
     assert NOTHING_TO_DRAFT in plan.notes
 
 
+def test_a_drafter_below_break_even_is_warned_about(
+    target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    def warnings(probabilities: list[float], *, live: bool = False) -> list[str]:
+        path = tmp_path / "tuned.json"
+        write_tuned(tuning_of(target, drafter, probabilities), path)
+        settings = ServeSettings(
+            target=str(target), draft=str(drafter), vllm_flags=FLAGS, tuned=path, live=live
+        )
+        return [note for note in make_plan(settings).notes if "below break-even" in note]
+
+    for live in (False, True):
+        (warning,) = warnings(USELESS, live=live)
+        assert "at every measured load: at 1 it yields 1.02" in warning
+        assert "with K = 1, break-even is 1.15" in warning
+    (warning,) = warnings([0.5, 0.2, 0.0, 0.0])
+    assert "concurrent requests and more" in warning
+    assert warnings([0.999] * 4) == []
+
+
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_a_file_of_another_pair_is_refused(
     target: Path, drafter: Path, tmp_path: Path, role: str

@@ -11,11 +11,17 @@ from typing import Any
 import result_tables
 import scale_tables
 
+from leadout.check import long_context, lossless
+from leadout.check.baseline import MIN_SHARED
+from leadout.check.diagnosis import MAX_HALF_WIDTH, MIN_TEXTS
+from leadout.check.settings import CheckSettings
+from leadout.check.trials import FINALISTS, SCREEN_EVERY
 from leadout.control.policy import MAX_PROBE_INTERVAL, PROBE_TIME_SHARE
 from leadout.control.prompt_lookup import MIN_MATCH
 from leadout.control.tuned_file import NEARLY_EQUAL
 from leadout.engine.calibration import GPU_SHARE
 from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
+from leadout.evaluate.prompts import MIN_NEW_PROMPTS
 from leadout.learn.config import LearnConfig
 from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS
 from support.models import ROOT
@@ -51,6 +57,7 @@ def claims() -> dict[str, list[str]]:
         "docs/concepts/dflash.md": _dflash(),
         "docs/concepts/lossless.md": _lossless(),
         "docs/decisions.md": ["0.1.0 and 0.9.0"],  # the pins of .ci/environment
+        "docs/howto/check.md": _howto_check(),
         "docs/howto/metrics.md": [
             f"for {duration.removesuffix('m')} minutes",
             f"({DEFAULT_BREAK_EVEN}) for ({DEFAULT_MINUTES:g})",
@@ -185,6 +192,21 @@ def _lossless() -> list[str]:
         ),
         f"{checked['equal_texts']} of {checked['texts']} texts are equal with and without drafts",
         f"at most {apart:.2g} apart",
+    ]
+
+
+def _howto_check() -> list[str]:
+    longest = CheckSettings.model_fields["long_context"].default
+    return [
+        f"Fisher's exact test, p < {lossless.MAX_P_VALUE:g}",
+        f"at least {MIN_NEW_PROMPTS} others remain",
+        f"up to {longest} tokens",
+        f"significantly below {long_context.MIN_RATIO:g} of that in the shortest",
+        if_true(SCREEN_EVERY == 3, "screened on a third of the texts"),
+        f"The best {word(FINALISTS)} are then tested",
+        f"wider than ±{MAX_HALF_WIDTH:.0%} of its value",
+        f"fewer than {word(MIN_TEXTS)} texts",
+        f"fewer than {word(MIN_SHARED)} shared prompts",
     ]
 
 

@@ -7,7 +7,14 @@ import statistics
 import numpy as np
 import pytest
 
-from leadout.stats import never_falling, paired_ratio, percentile, spread
+from leadout.stats import (
+    holm,
+    never_falling,
+    paired_p_value,
+    paired_ratio,
+    percentile,
+    spread,
+)
 
 
 def test_spread_has_extremes_quartiles_and_median() -> None:
@@ -88,3 +95,26 @@ def test_rows_are_independent() -> None:
     values = np.array([[2.0, 1.0], [1.0, 2.0]])
     found = never_falling(values, np.ones_like(values))
     assert found.tolist() == [[1.5, 1.5], [1.0, 2.0]]
+
+
+def test_holm_corrects_in_steps_and_keeps_the_order() -> None:
+    assert holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.04]) == [0.04]
+    assert holm([]) == []
+
+
+def test_p_values_of_differences_without_effect_are_uniform() -> None:
+    draw = np.random.default_rng(0)
+    wholes = draw.uniform(20, 60, (400, 24))
+    found = [paired_p_value(draw.normal(0, 3, 24), row) for row in wholes]
+    assert 0.02 < np.mean(np.array(found) < 0.05) < 0.08
+    shifted = [paired_p_value(draw.normal(0, 3, 24) + 0.1 * row, row) for row in wholes]
+    assert np.mean(np.array(shifted) < 0.05) > 0.95
+
+
+def test_p_values_without_spread_or_with_one_unit() -> None:
+    ones = np.ones(5)
+    assert paired_p_value(np.zeros(5), ones) == 1.0
+    assert paired_p_value(ones, ones) == 0.0
+    assert paired_p_value(ones[:1], ones[:1]) == 1.0

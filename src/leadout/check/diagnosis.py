@@ -2,12 +2,15 @@
 
 The drafter is evaluated as the engine serves it: with the block cut to K slots after the anchor,
 and with the taps ordered by depth, whatever their order in the file. Every known cause of rejected
-drafts is then undone in turn on the same positions; a cause whose undoing raises acceptance is a
-finding, with the exact edit as its remedy.
+drafts is then undone in turn on the same positions (`leadout.check.trials`); a cause whose undoing
+raises acceptance is a finding, with the exact edit as its remedy.
+
+An acceptance length that is known too imprecisely decides nothing: `precision_findings`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.hypotheses import TargetInfo, Variant, variants_of
-from leadout.check.result import CheckError, OfflineAcceptance, Tried
+from leadout.check.result import (
+    TOO_FEW_TEXTS,
+    CheckError,
+    OfflineAcceptance,
+    TextFigures,
+    Tried,
+)
+from leadout.check.trials import FINALISTS, Trial, findings_of, repair_of, screen_and_test
 from leadout.checkpoints import Checkpoint, load_weights, read_checkpoint, write_checkpoint
 from leadout.checkpoints.store import refuse_existing
 from leadout.console import Progress
 from leadout.data.chat import Chat, TemplateError
+from leadout.data.prompt_record import prompt_hash
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 from leadout.evaluate.acceptance import (
@@ -29,6 +40,7 @@ from leadout.evaluate.acceptance import (
     TextAcceptance,
     accepted_drafts,
     along_decoding,
+    lengths_by_draft_tokens,
     paired_gain,
     tabulate,
 )
@@ -36,20 +48,18 @@ from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import Indexed, SharedStates
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
-from leadout.findings import Finding, Severity, error, finding, warning
+from leadout.findings import Finding, Severity, error, warning
 from leadout.pairing import TargetFacts
+from leadout.stats import Interval
 
-# Smaller gains are not worth an edit, significant or not.
-MIN_GAIN = 0.01
-# A gain of this size shows that the drafter hardly works as it is.
-LARGE_GAIN = 0.25
 # Below this acceptance length drafting costs more than it brings on any engine.
 MIN_ACCEPTANCE = 1.15
 
 CONTEXT_EDGES = (0, 128, 256, 512, 1024, 2048, 4096)
 
-SCREEN_EVERY = 3  # every third text is used to screen all variants
-FINALISTS = 6  # variants that are tried on all texts
+# An acceptance length whose interval is wider, relative to its value, decides nothing.
+MAX_HALF_WIDTH = 0.1
+MIN_TEXTS = 10  # a bootstrap interval over fewer texts is too narrow
 # Acceptance at neighbouring positions is correlated: every second position carries about as much
 # information as all of them.
 POSITION_STRIDE = 2
@@ -102,7 +112,13 @@ class Probe:
     def acceptance(self, drafter: Drafter) -> list[TextAcceptance]:
         """The drafter's acceptance along every text."""
         return [
-            TextAcceptance(text.prompt_set, len(text.prompt), counts, along_decoding(counts))
+            TextAcceptance(
+                text.prompt_set,
+                len(text.prompt),
+                counts,
+                along_decoding(counts),
+                f"{prompt_hash(text.prompt):016x}",
+            )
             for text, counts in zip(self._texts, self.counts(drafter), strict=True)
         ]
 
@@ -111,29 +127,20 @@ class Probe:
         drafter: Drafter,
         *,
         normed_last_tap: bool = False,
-        text_stride: int = 1,
+        texts: Sequence[int] | None = None,
         position_stride: int = 1,
     ) -> list[Tensor]:
-        """Accepted drafts [positions] of each text; a stride skips texts or positions."""
+        """Accepted drafts [positions] of all texts or of these; a stride skips positions."""
         taps = drafter.config.target_layer_ids
         found = accepted_drafts(
             BlockForward(drafter, self._weights.embedding),
             self._weights,
             self.states.tapped_at(taps, normed_last_tap=normed_last_tap),
-            self.sequences[::text_stride],
+            self.sequences if texts is None else [self.sequences[i] for i in texts],
             drafter.config.block_size,
             position_stride,
         )
         return [each.counts for each in found]
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The gain of a variant over the drafter as it is."""
-
-    variant: Variant
-    gain: Gain
-    texts: int  # that it was measured on
 
 
 def try_variants(
@@ -143,31 +150,21 @@ def try_variants(
     variants: Sequence[Variant],
     report: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Try every variant on the same positions as the drafter as it is; the best comes first.
+    """Screen and test variants at the same positions as the drafter as it is; the best first."""
 
-    All variants are screened on some of the texts, and the best of them are tried on all texts.
-    """
-
-    def trial(variant: Variant, stride: int) -> Trial:
+    def gain_on(variant: Variant, texts: Sequence[int]) -> Gain:
         changed = dict(weights) if variant.weights is None else variant.weights(weights)
         after = probe.counts(
             drafter_of(variant.config, changed),
             normed_last_tap=variant.normed_last_tap,
-            text_stride=stride,
+            texts=texts,
             position_stride=POSITION_STRIDE,
         )
-        now = [each.at_positions[::POSITION_STRIDE] for each in before[::stride]]
+        now = [before[i].at_positions[::POSITION_STRIDE] for i in texts]
         report()
-        return Trial(variant, paired_gain(now, after), len(after))
+        return paired_gain(now, after)
 
-    screened = _best_first(trial(variant, SCREEN_EVERY) for variant in variants)
-    finalists = _best_first(trial(each.variant, 1) for each in screened[:FINALISTS])
-    return [*finalists, *screened[FINALISTS:]]
-
-
-def _best_first(trials: Iterable[Trial]) -> list[Trial]:
-    """By relative gain, which is comparable between different selections of texts."""
-    return sorted(trials, key=lambda trial: -trial.gain.relative)
+    return screen_and_test(variants, gain_on, len(before))
 
 
 def drafter_of(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Drafter:
@@ -207,9 +204,7 @@ def diagnose(
         whole_block = replace(repair.config, block_size=checkpoint.config.block_size)
         repair = replace(repair, config=whole_block)
     table = offline_table(acceptance, draft_tokens)
-    findings = findings_of(trials)
-    if all(each.severity is Severity.NOTE for each in findings):
-        findings += acceptance_findings(table.overall)
+    findings = cause_findings(trials, table.overall)
     tried = [
         Tried(
             cause=trial.variant.cause,
@@ -218,6 +213,7 @@ def diagnose(
             after=trial.gain.after,
             difference=trial.gain.difference,
             texts=trial.texts,
+            p_value=trial.p_value,
         )
         for trial in trials
     ]
@@ -245,48 +241,12 @@ def layers_needed(config: DrafterConfig, target_layers: int) -> set[int]:
     return {layer for layer in near if 0 <= layer < target_layers}
 
 
-def findings_of(trials: Sequence[Trial]) -> list[Finding]:
-    """One finding for each cause whose undoing raises acceptance; `trials` are the best first."""
-    found: dict[str, Finding] = {}
-    all_texts = max((trial.texts for trial in trials), default=0)
-    for trial in trials:
-        if trial.texts < all_texts:
-            continue  # screened only: on few texts large gains happen by chance
-        cause, edit, gain = trial.variant.cause, trial.variant.edit, trial.gain
-        if cause in found or not gain.is_significant or gain.relative < MIN_GAIN:
-            continue
-        severity = _severity(trial)
-        found[cause] = finding(
-            severity,
-            cause,
-            f"{edit} raises acceptance from {gain.before:.3f} to {gain.after:.3f} on the same "
-            f"positions ({gain.relative:+.1%})",
-            f"Optional, since the drafter may be as it was trained: {edit}."
-            if severity is Severity.NOTE
-            else f"Make this edit, or let --fix write it: {edit}.",
-            before=gain.before,
-            after=gain.after,
-            gain=gain.difference.value,
-            gain_low=gain.difference.low,
-            gain_high=gain.difference.high,
-            edit=edit,
-        )
-    return list(found.values())
-
-
-def repair_of(trials: Sequence[Trial]) -> Variant | None:
-    """The best variant that is more than a note, if its gain suffices."""
-    for trial in trials:  # the best first
-        if _severity(trial) is not Severity.NOTE:
-            enough = trial.gain.is_significant and trial.gain.relative >= MIN_GAIN
-            return trial.variant if enough else None
-    return None
-
-
-def _severity(trial: Trial) -> Severity:
-    if trial.gain.relative >= LARGE_GAIN:
-        return Severity.ERROR
-    return Severity.NOTE if trial.variant.may_be_intended else Severity.WARNING
+def cause_findings(trials: Sequence[Trial], table: AcceptanceTable) -> list[Finding]:
+    """The causes that were found; without any, whether drafts are accepted at all."""
+    findings = findings_of(trials)
+    if all(each.severity is Severity.NOTE for each in findings):
+        findings += acceptance_findings(table)
+    return findings
 
 
 def acceptance_findings(table: AcceptanceTable) -> list[Finding]:
@@ -304,6 +264,45 @@ def acceptance_findings(table: AcceptanceTable) -> list[Finding]:
     return [error("drafts-rejected", message, remedy, acceptance_length=table.length.value)]
 
 
+def half_width(interval: Interval) -> float:
+    """Half of the interval's width, relative to its value."""
+    return (interval.high - interval.low) / 2 / interval.value
+
+
+def precision_findings(table: AcceptanceTable, sets: int, per_set: int | None) -> list[Finding]:
+    """Too few texts to know the acceptance length; `per_set` is the limit set by --texts."""
+    length = table.length
+    width = half_width(length)
+    if width <= MAX_HALF_WIDTH and table.texts >= MIN_TEXTS:
+        return []
+    # The width of an interval falls with the square root of the number of texts.
+    needed = table.texts * (width / MAX_HALF_WIDTH) ** 2
+    enough = max(MIN_TEXTS, math.ceil(needed))
+    texts = "1 text" if table.texts == 1 else f"{table.texts} texts"
+    if width > MAX_HALF_WIDTH:
+        problem = (
+            f"the acceptance length on {texts} is {length:.2f}: its 95% interval is "
+            f"±{width:.0%}, wider than ±{MAX_HALF_WIDTH:.0%}"
+        )
+    else:
+        problem = f"a 95% interval of the acceptance length needs more than {texts}"
+    remedy = f"Give at least {enough} prompts like your traffic with --prompts FILE."
+    if per_set is not None:
+        remedy = (
+            f"Use --texts {math.ceil(enough / sets)} or more, with as many prompts in each set."
+        )
+    return [
+        warning(
+            TOO_FEW_TEXTS,
+            f"{problem}; about {enough} texts would be enough",
+            remedy,
+            texts=table.texts,
+            enough=enough,
+            half_width=width,
+        )
+    ]
+
+
 def offline_table(texts: Sequence[TextAcceptance], draft_tokens: int) -> OfflineAcceptance:
     by_set: dict[str, list[TextAcceptance]] = {}
     by_context: dict[str, list[TextAcceptance]] = {}
@@ -317,6 +316,16 @@ def offline_table(texts: Sequence[TextAcceptance], draft_tokens: int) -> Offline
             name: tabulate(by_context[name], draft_tokens)
             for name in sorted(by_context, key=lambda name: int(name.split()[0]))
         },
+        by_draft_tokens=lengths_by_draft_tokens(texts, draft_tokens),
+        texts=[
+            TextFigures(
+                prompt=text.prompt,
+                prompt_set=text.prompt_set,
+                steps=len(text.at_steps),
+                tokens=len(text.at_steps) + sum(text.at_steps),
+            )
+            for text in texts
+        ],
     )
 
 

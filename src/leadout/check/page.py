@@ -13,11 +13,13 @@ from leadout.check.report import (
     sentence,
     served_label,
     tried_rows,
+    verdict_text,
 )
 from leadout.check.result import (
     CheckResult,
     Divergence,
     OfflineAcceptance,
+    Outcome,
     ServedAcceptance,
     Verdict,
 )
@@ -28,6 +30,8 @@ from leadout.stats import Interval
 
 _OFFLINE = "offline"
 _MAX_DIVERGENCES = 20
+_FITS = {Verdict.FIT: "yes", Verdict.UNFIT: "no", Verdict.UNDECIDED: "undecided"}
+_PAYS: dict[Outcome, str] = {"pays": "yes", "does not pay": "no", "undecided": "undecided"}
 _TONES: dict[str, html.Tone] = {
     Verdict.FIT: "good",
     Verdict.UNDECIDED: "warning",
@@ -41,6 +45,7 @@ _TONES: dict[str, html.Tone] = {
 def page(result: CheckResult) -> str:
     sections = [
         _findings(result),
+        _payoff(result),
         _acceptance(result),
         _parity(result),
         _lossless(result),
@@ -54,7 +59,7 @@ def page(result: CheckResult) -> str:
         facts.append(f"{result.draft_tokens} draft tokens per step")
     if result.date:
         facts.append(result.date)
-    tone, word = _TONES[result.verdict], result.verdict.value
+    tone, word = _TONES[result.verdict], verdict_text(result)
     return html.render(
         html.Page(
             command="check",
@@ -68,7 +73,11 @@ def page(result: CheckResult) -> str:
 
 
 def _cards(result: CheckResult) -> list[html.Card]:
-    cards = []
+    cards = [html.Card("fits", _FITS[result.verdict], "")]
+    if result.pays is not None:
+        cards.append(html.Card("pays", _PAYS[result.pays.outcome], "at the costs of --tuned"))
+    else:
+        cards.append(html.Card("pays", "not known", "leadout tune measures it"))
     if result.offline is not None:
         length = result.offline.overall.length
         value = f"{length.value:.2f}"
@@ -100,6 +109,23 @@ def _findings(result: CheckResult) -> html.Section:
         tones=[_TONES[each.severity] for each in found],
     )
     return html.Section("Findings", [table])
+
+
+def _payoff(result: CheckResult) -> html.Section | None:
+    if result.pays is None:
+        return None
+    rows = [
+        [
+            f"{load.concurrency}",
+            f"{load.draft_tokens}",
+            f"{load.break_even:.2f}",
+            f"{load.length:.2f}",
+            load.outcome,
+        ]
+        for load in result.pays.loads
+    ]
+    heads = ["concurrent requests", "K", "break-even", "acceptance length", ""]
+    return html.Section("Break-even", [html.Table(heads, rows, text_columns=0)])
 
 
 def _acceptance(result: CheckResult) -> html.Section | None:

@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from leadout.check import long_context, prefix_cache
+from leadout.check.payoff import pays_sentence
 from leadout.check.result import (
+    TOO_FEW_TEXTS,
     BatchControl,
     CheckResult,
     Lossless,
@@ -39,6 +41,14 @@ _VERDICT_STYLES = {
 _SEVERITY_STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
+def verdict_text(result: CheckResult) -> str:
+    """The verdict, with the reason if it is that there were too few texts."""
+    undecided = result.verdict is Verdict.UNDECIDED
+    if undecided and worst_first(result.findings)[0].name == TOO_FEW_TEXTS:
+        return f"{result.verdict.value}: too few texts"
+    return result.verdict.value
+
+
 def sentence(result: CheckResult) -> str:
     """The verdict as one sentence that a person can act on."""
     drafter, target = last_part(result.drafter), last_part(result.target)
@@ -46,6 +56,8 @@ def sentence(result: CheckResult) -> str:
         first = worst_first(result.findings)[0]
         others = len(_problems(result)) - 1
         more = "" if others < 1 else f" ({others} more {'finding' if others == 1 else 'findings'})"
+        if first.name == TOO_FEW_TEXTS:
+            return f"{first.message[0].upper()}{first.message[1:]}. {first.remedy}{more}"
         return f"{_OPENINGS[result.verdict]}: {first.name}: {first.message}. {first.remedy}{more}"
     if result.offline is None:
         return (
@@ -56,8 +68,7 @@ def sentence(result: CheckResult) -> str:
     served = "".join(f", {each.length:.2f} {served_label(each)}" for each in result.served)
     return (
         f"{drafter} fits {target}: {length.value:.2f} tokens per step of the target (95% interval "
-        f"{range_text(length)}){served}. Whether this makes serving faster depends on the machine; "
-        "`leadout tune` measures it."
+        f"{range_text(length)}){served}. {pays_sentence(result)}"
     )
 
 
@@ -66,7 +77,15 @@ def next_step(result: CheckResult) -> str:
     pair = f"{result.target} {result.drafter}"
     named = {finding.name: finding for finding in result.findings}
     if result.verdict is Verdict.FIT:
-        return f"leadout check {pair}" if result.offline is None else f"leadout tune {pair}"
+        if result.offline is None:
+            return f"leadout check {pair}"
+        if result.pays is None:
+            return f"leadout tune {pair}"
+        if result.pays.outcome == "pays":
+            return f"leadout serve {result.target} --draft {result.drafter} --tuned FILE"
+        if result.pays.outcome == "does not pay":
+            return "serve without this drafter, or train a better one with `leadout train`"
+        return "repeat the check with more prompts: --prompts FILE"
     if "fixed" in named:
         return named["fixed"].remedy
     if any("edit" in finding.evidence for finding in _problems(result)):
@@ -172,12 +191,14 @@ def print_result(
     The changes that were tried on the drafter are shown if something is wrong, or if `verbose`.
     """
     console = console or Console()
-    verdict = Text(result.verdict.value.upper(), style=_VERDICT_STYLES[result.verdict])
+    verdict = Text(verdict_text(result).upper(), style=_VERDICT_STYLES[result.verdict])
     console.print(Text.assemble(verdict, "  ", safe(sentence(result))))
     if result.findings:
         console.print(_findings_table(result))
     if result.offline is not None:
         console.print(_acceptance_table(result))
+    if result.pays is not None and result.verdict is not Verdict.FIT:
+        console.print(safe(pays_sentence(result)))
     if result.parity is not None:
         console.print(safe(f"Parity: {describe_parity(result.parity)}."))
     if result.lossless is not None:

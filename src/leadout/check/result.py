@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from leadout.errors import NEGATIVE, SUCCESS, UNDECIDED, LeadoutError
 from leadout.evaluate.acceptance import AcceptanceTable
-from leadout.findings import Finding, Severity
+from leadout.findings import Finding, Severity, worst_first
 from leadout.provenance import Provenance
 from leadout.stats import Interval
+
+Outcome = Literal["pays", "does not pay", "undecided"]
+
+TOO_FEW_TEXTS = "too-few-texts"  # the finding that leaves a check undecided
 
 
 class CheckError(LeadoutError):
@@ -46,12 +51,23 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class TextFigures(_Record):
+    """Acceptance along one text: what a later check of the same prompt is compared with."""
+
+    prompt: str  # a hash of its token ids
+    prompt_set: str
+    steps: int  # of the target, with drafts
+    tokens: int  # of these steps
+
+
 class OfflineAcceptance(_Record):
     """Acceptance by the reference implementation along the target's own greedy texts."""
 
     overall: AcceptanceTable
     by_set: dict[str, AcceptanceTable]
     by_context: dict[str, AcceptanceTable]  # by the length of the prompt, such as "256 to 511"
+    by_draft_tokens: list[Interval] = []  # acceptance length with K = 1, 2, ...
+    texts: list[TextFigures] = []
 
 
 class ServedAcceptance(_Record):
@@ -145,13 +161,38 @@ class Tried(_Record):
     after: float
     difference: Interval
     texts: int  # that it was tried on
+    p_value: float | None = None  # corrected for the number of tests; None: screened only
+
+
+class LoadPayoff(_Record):
+    """Whether drafting is faster at one load, with the K that suits it best."""
+
+    concurrency: int
+    draft_tokens: int
+    break_even: float  # acceptance length at which a step with drafts pays for itself
+    length: Interval  # the measured acceptance length with this K
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.length.low > self.break_even:
+            return "pays"
+        return "does not pay" if self.length.high < self.break_even else "undecided"
+
+
+class Payoff(_Record):
+    """Whether drafting is faster on the machine of a tuned file."""
+
+    outcome: Outcome
+    loads: list[LoadPayoff]  # in ascending concurrency
 
 
 class CheckResult(_Record):
     target: str
     drafter: str
     static_only: bool
-    verdict: Verdict
+    verdict: Verdict  # on whether the pair fits
+    fits: bool | None = None  # None: undecided
+    pays: Payoff | None = None  # None: needs the costs in a tuned file
     findings: list[Finding]
     draft_tokens: int | None = None
     offline: OfflineAcceptance | None = None
@@ -165,3 +206,10 @@ class CheckResult(_Record):
     versions: dict[str, str] = {}
     date: str = ""
     provenance: Provenance | None = None  # None in results of earlier versions
+
+    def judged(self, findings: Iterable[Finding]) -> CheckResult:
+        """With these findings and the verdict that follows from them."""
+        found = worst_first(findings)
+        verdict = verdict_of(found)
+        fits = {Verdict.FIT: True, Verdict.UNFIT: False}.get(verdict)
+        return self.model_copy(update={"findings": found, "verdict": verdict, "fits": fits})

@@ -24,9 +24,11 @@ from leadout.check.diagnosis import (
     layers_needed,
     mode_findings,
     other_modes,
+    precision_findings,
     write_repaired,
 )
 from leadout.check.page import page
+from leadout.check.payoff import payoff, read_costs
 from leadout.check.result import (
     CheckError,
     CheckResult,
@@ -54,7 +56,7 @@ from leadout.engine.offline import (
 from leadout.evaluate.hidden_states import load_model
 from leadout.evaluate.prompts import check_prompts, tasks_in_context, without_seen
 from leadout.files import FileError, require_writable, write_text
-from leadout.findings import Finding, Severity, finding, note, worst_first
+from leadout.findings import Finding, Severity, finding, note
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_target
 from leadout.provenance import Provenance, RunStart
@@ -83,15 +85,20 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRes
     if settings.baseline is not None:
         baseline = read_baseline(settings.baseline)
         require_same_pair(baseline, settings.target, settings.drafter)
+    tuned = None
+    if settings.tuned is not None:
+        tuned = read_costs(settings.tuned, settings.target, settings.drafter)
     began, started = time.monotonic(), RunStart.now()
     result = assess(settings, progress or Progress.silent())
     findings = result.findings
     if baseline is not None:
         findings = [*findings, *baseline_findings(result, baseline)]
-    result = result.model_copy(
+    pays = None
+    if tuned is not None and result.offline is not None:
+        pays = payoff(result.offline, tuned)
+    result = result.judged(findings).model_copy(
         update={
-            "findings": worst_first(findings),
-            "verdict": verdict_of(findings),
+            "pays": pays,
             "seconds": time.monotonic() - began,
             "provenance": Provenance.of_this_run(_fingerprints(settings), started),
         }
@@ -239,6 +246,7 @@ def _measured(
         *diagnosis.findings,
         *mode_findings(target, model, checkpoint, draft_tokens, in_modes, offline, precision),
         *served_findings(offline, runs.served[0]),
+        *precision_findings(offline.overall, len(offline.by_set), settings.texts),
     ]
     if settings.fix is not None and diagnosis.repair is None:
         message = f"no edit raises acceptance, so nothing was written to {settings.fix}"

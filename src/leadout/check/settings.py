@@ -59,7 +59,14 @@ class CheckSettings(Settings):
     )
     baseline: Path | None = setting(
         None,
-        "Compare with the saved result of an earlier check: has acceptance dropped?",
+        "Compare with the saved result of an earlier check, prompt by prompt: has acceptance "
+        "dropped?",
+        panel=FILES,
+        metavar="FILE",
+    )
+    tuned: Path | None = setting(
+        None,
+        "A file of `leadout tune` for this pair: also say whether drafting pays at its costs.",
         panel=FILES,
         metavar="FILE",
     )
@@ -72,7 +79,7 @@ class CheckSettings(Settings):
 
     @model_validator(mode="after")
     def _require_measurement(self) -> Self:
-        for name in ("baseline", "fix"):
+        for name in ("baseline", "fix", "tuned"):
             if self.static and getattr(self, name) is not None:
                 raise ValueError(
                     f"--{name} needs measured acceptance and cannot be combined with --static."

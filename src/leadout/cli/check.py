@@ -16,8 +16,8 @@ def check(
 ) -> None:
     """Check that a drafter fits a target, or find the cause why it does not.
 
-    Exit codes: 0 the pair fits, 1 it does not, 2 the check could not run, 3 undecided: it runs,
-    but something should be looked into first.
+    Exit codes: 0 the pair fits, 1 it does not, 2 the check could not run, 3 undecided: there were
+    too few texts, or something should be looked into first.
     """
     from leadout.check.settings import CheckSettings
 

@@ -18,7 +18,9 @@ from leadout.control.acceptance_model import AcceptanceCurve
 from leadout.control.cost_model import PiecewiseLinear, StepCosts
 from leadout.errors import LeadoutError
 from leadout.files import FileError, read_text, write_text
+from leadout.models import fingerprint
 from leadout.provenance import Provenance
+from leadout.settings import SettingsError
 from leadout.stats import Interval
 
 
@@ -180,6 +182,16 @@ class PrefillLaw(_Part):
         return self.base + self.per_token * tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The K that loses least at a batch size where every K loses."""
+
+    batch: int
+    k: int
+    tokens: Interval  # of a request in a step
+    break_even: float
+
+
 class Tuned(_Part):
     """The content of the file."""
 
@@ -225,6 +237,36 @@ class Tuned(_Part):
 
     def k_at(self, batch: int) -> int:
         return next(k for first, last, k in self.table if first <= batch <= last)
+
+    def require_pair(self, target: Path, drafter: Path) -> None:
+        """Refuse a file that was measured with other models."""
+        sides = (("target", self.target, target), ("drafter", self.drafter, drafter))
+        for role, measured, folder in sides:
+            found = fingerprint(folder)
+            if found != measured.fingerprint:
+                raise SettingsError(
+                    f"--tuned: the file is for the {role} {measured.name} "
+                    f"({measured.fingerprint[:12]}), not for {folder} ({found[:12]}). Run "
+                    f"`leadout tune {target} {drafter}`."
+                )
+
+    def break_even_length(self, batch: int, k: int) -> float:
+        """The acceptance length at which a step with K drafts pays for itself."""
+        costs = self.costs()
+        return costs.step_seconds(batch, k) / costs.bare_seconds(batch)
+
+    def losing_at(self, max_batch: int) -> list[Loss]:
+        """Measured batch sizes at which acceptance is significantly below break-even at any K."""
+        found = []
+        for batch in sorted(size for size in self.verify if size <= max_batch):
+            options = [
+                Loss(batch, k, tokens, self.break_even_length(batch, k))
+                for k, tokens in self.acceptance.tokens.items()
+                if k > 0
+            ]
+            if options and all(each.tokens.high < each.break_even for each in options):
+                found.append(max(options, key=lambda each: each.tokens.value / each.break_even))
+        return found
 
     def costs(self) -> StepCosts:
         return StepCosts(verify=_values(self.verify), draft=_values(self.draft))

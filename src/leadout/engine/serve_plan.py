@@ -146,7 +146,7 @@ class _Planner:
         notes += [f"drafter: {note}" for note in checkpoint.notes]
         if self._tuned is not None:
             _require_no_draft_length(self._speculation)
-            _require_measured_pair(self._tuned, local_folder(self._target), checkpoint.path)
+            self._tuned.require_pair(local_folder(self._target), checkpoint.path)
         flags = self._fitting_flags(drafter, checkpoint)
         if not any(map(is_speculation, flags)):
             return self._without_drafter(flags)
@@ -189,6 +189,7 @@ class _Planner:
         config = vllm_config_of(self._target, flags)
         if tuned is not None:
             notes += _differences_from_measurement(tuned, config)
+            notes += _below_break_even(tuned, config.scheduler_config.max_num_seqs)
         if tuned is None or is_live:
             asked = self._speculation.get(DRAFT_LENGTH)
             lengths = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
@@ -367,18 +368,6 @@ def _drafter_of(tuned: Tuned, notes: list[str]) -> str | None:
     )
 
 
-def _require_measured_pair(tuned: Tuned, target: Path, drafter: Path) -> None:
-    sides = (("target", tuned.target, target), ("drafter", tuned.drafter, drafter))
-    for role, measured, folder in sides:
-        found = fingerprint(folder)
-        if found != measured.fingerprint:
-            raise SettingsError(
-                f"--tuned: the file is for the {role} {measured.name} "
-                f"({measured.fingerprint[:12]}), not for {folder} ({found[:12]}). Run "
-                f"`leadout tune {target} {drafter}`."
-            )
-
-
 def _require_no_draft_length(speculation: Mapping[str, Any]) -> None:
     for name in (DRAFT_LENGTH, DRAFT_LENGTH_BY_BATCH):
         if name in speculation:
@@ -386,6 +375,21 @@ def _require_no_draft_length(speculation: Mapping[str, Any]) -> None:
                 f"--tuned cannot be combined with {name} {speculation[name]} in "
                 "--speculative-config. Remove one of the two."
             )
+
+
+def _below_break_even(tuned: Tuned, max_sequences: int) -> list[str]:
+    """A warning if the drafter loses at loads that this server may have."""
+    losing = tuned.losing_at(max_sequences)
+    if not losing:
+        return []
+    first = losing[0]
+    everywhere = len(losing) == sum(size <= max_sequences for size in tuned.verify)
+    where = "every measured load" if everywhere else f"{first.batch} concurrent requests and more"
+    return [
+        f"--tuned: WARNING: this drafter is below break-even at {where}: at {first.batch} it "
+        f"yields {first.tokens:.2f} tokens per step with K = {first.k}, break-even is "
+        f"{first.break_even:.2f}"
+    ]
 
 
 def _differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:

@@ -38,7 +38,7 @@ from leadout.evaluate.hidden_states import Indexed, SharedStates, StateSource, l
 from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
 from leadout.shards import Sample
-from leadout.stats import Interval, ratio_interval
+from leadout.stats import Floats, Interval, paired_p_value, ratio_interval
 
 ANCHORS_PER_PASS = 64
 CHUNK_SLOTS = 256
@@ -176,6 +176,7 @@ class TextAcceptance:
     prompt_length: int
     at_positions: Tensor  # [positions]
     at_steps: list[int]
+    prompt: str = ""  # a hash of its token ids
 
 
 def acceptance_by_drafter(
@@ -243,30 +244,49 @@ def tabulate(texts: Sequence[TextAcceptance], draft_tokens: int) -> AcceptanceTa
     )
 
 
+def lengths_by_draft_tokens(texts: Sequence[TextAcceptance], draft_tokens: int) -> list[Interval]:
+    """Acceptance length with 1, 2, ... `draft_tokens` drafts: each step keeps the first of them."""
+    found = []
+    for limit in range(1, draft_tokens + 1):
+        steps = [along_decoding(text.at_positions.clamp(max=limit)) for text in texts]
+        accepted = np.array([sum(each) for each in steps], dtype=np.float64)
+        counts = np.array([len(each) for each in steps], dtype=np.float64)
+        found.append(ratio_interval(accepted, counts).plus(1))
+    return found
+
+
 class Gain(BaseModel, extra="forbid", frozen=True):
     """The difference in acceptance between two drafters at the same positions."""
 
     before: float  # accepted drafts and the target's token, mean over positions
     after: float
     difference: Interval
+    p_value: float  # two-sided, of this comparison alone
 
     @property
     def relative(self) -> float:
         return self.after / self.before - 1
 
-    @property
-    def is_significant(self) -> bool:
-        return self.difference.low > 0
-
 
 def paired_gain(before: Sequence[Tensor], after: Sequence[Tensor]) -> Gain:
     """Compare accepted drafts [positions] of each text, at the same positions of the same texts."""
-    sizes = np.array([len(each) for each in before], dtype=np.float64)
-    first = np.array([each.sum().item() for each in before], dtype=np.float64)
-    second = np.array([each.sum().item() for each in after], dtype=np.float64)
-    total = max(float(sizes.sum()), 1.0)
+    return gain_of_sums(_sums(before), _sums(after), _lengths(before))
+
+
+def gain_of_sums(before: Floats, after: Floats, positions: Floats) -> Gain:
+    """The gain from the accepted drafts and the number of positions of each text, all [texts]."""
+    total = max(float(positions.sum()), 1.0)
     return Gain(
-        before=1 + float(first.sum()) / total,
-        after=1 + float(second.sum()) / total,
-        difference=ratio_interval(second - first, sizes),
+        before=1 + float(before.sum()) / total,
+        after=1 + float(after.sum()) / total,
+        difference=ratio_interval(after - before, positions),
+        p_value=paired_p_value(after - before, positions),
     )
+
+
+def _sums(counts: Sequence[Tensor]) -> Floats:
+    return np.array([each.sum().item() for each in counts], dtype=np.float64)
+
+
+def _lengths(counts: Sequence[Tensor]) -> Floats:
+    return np.array([len(each) for each in counts], dtype=np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from leadout.check.result import (
@@ -15,6 +16,7 @@ from leadout.check.result import (
     Parity,
     PrefixCache,
     ServedAcceptance,
+    TextFigures,
     Tried,
     Verdict,
 )
@@ -37,6 +39,21 @@ def table(length: float, half: float = 0.1, texts: int = 16) -> AcceptanceTable:
         length=interval(length, half),
         by_position=[interval(share, 0.03) for share in shares],
     )
+
+
+def figures(
+    lengths: Sequence[float], prompt_set: str = "code", steps: int = 40, first: int = 0
+) -> list[TextFigures]:
+    """Texts with these acceptance lengths; prompts are numbered from `first` on."""
+    return [
+        TextFigures(
+            prompt=f"{prompt_set}-{first + place}",
+            prompt_set=prompt_set,
+            steps=steps,
+            tokens=round(steps * length),
+        )
+        for place, length in enumerate(lengths)
+    ]
 
 
 def offline(

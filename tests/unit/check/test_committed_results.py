@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from leadout.check.diagnosis import MAX_HALF_WIDTH
 from support.models import ROOT
 
 NO_REPAIR = {  # no edit of the drafter's files brings these back, or nothing was lost
@@ -52,3 +53,19 @@ def test_no_healthy_variant_raises_an_alarm() -> None:
     found = result("check/faults.json")
     assert len(found["healthy"]) >= 10
     assert found["summary"]["false_alarms"] == 0
+
+
+def test_a_healthy_pair_is_never_unfit_and_a_small_drop_is_found() -> None:
+    found = result("check/power.json")
+    assert found["repetitions"] >= 40
+    assert found["prompts"] == len(found["figures"]["texts"])
+    assert found["verdict"] == "fit"
+    assert found["half_width"] < MAX_HALF_WIDTH
+    assert found["healthy_unfit"] == 0
+    assert sum(found["healthy_verdicts"].values()) == found["repetitions"]
+    assert found["drop"] == 0.05
+    assert abs(found["mean_drop"] - found["drop"]) < 0.01
+    assert found["drop_found"] >= 0.95 * found["repetitions"]
+    assert found["false_drops"] <= 0.1 * found["repetitions"]
+    assert found["few_prompts"] == 3
+    assert found["few_prompts_verdicts"] == {"undecided: too few texts": found["repetitions"]}

@@ -17,19 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from leadout.check.diagnosis import (
+    MIN_TEXTS,
     Probe,
     Text,
-    Trial,
     acceptance_findings,
     context_bucket,
     diagnose,
     drafter_of,
-    findings_of,
     layers_needed,
     mode_findings,
     offline_table,
     other_modes,
-    repair_of,
+    precision_findings,
     try_variants,
     write_repaired,
 )
@@ -41,7 +40,8 @@ from leadout.check.hypotheses import (
     tap_order,
     variants_of,
 )
-from leadout.check.result import CheckError
+from leadout.check.result import TOO_FEW_TEXTS, CheckError
+from leadout.check.trials import Trial, findings_of, repair_of
 from leadout.checkpoints import (
     CheckpointError,
     convert,
@@ -53,10 +53,10 @@ from leadout.console import Progress
 from leadout.data.chat import Chat
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.dflash.target import Target
-from leadout.evaluate.acceptance import Gain
+from leadout.evaluate.acceptance import AcceptanceTable, Gain
 from leadout.evaluate.blocks import BlockForward
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
-from leadout.findings import Severity
+from leadout.findings import Finding, Severity
 from leadout.pairing import read_target
 from leadout.stats import Interval
 from support.drafters import TINY_DRAFTER, random_drafter
@@ -113,7 +113,7 @@ def own_text(model: nn.Module, target: Path, weights: Weights, seed: int, blocks
 
 @pytest.fixture(scope="module")
 def probe(target: Path, model: nn.Module, weights: dict[str, Tensor]) -> Probe:
-    texts = [own_text(model, target, weights, seed, blocks=8) for seed in range(8)]
+    texts = [own_text(model, target, weights, seed, blocks=8) for seed in range(24)]
     needed = {*layers_needed(TRAINED, LAYERS), 0, 5}
     return Probe(target, model, texts, needed, torch.float32)
 
@@ -199,6 +199,13 @@ def test_all_drafts_of_the_drafters_own_text_are_accepted(
     table = offline_table(probe.acceptance(drafter_of(TRAINED, weights)), drafts)
     assert table.overall.length.value == pytest.approx(1 + drafts)
     assert list(table.by_context) == ["0 to 127"]
+    lengths = [length.value for length in table.by_draft_tokens]
+    assert len(lengths) == drafts
+    assert 1 < lengths[0] < lengths[-1]
+    assert table.by_draft_tokens[-1] == table.overall.length
+    assert len({text.prompt for text in table.texts}) == table.overall.texts
+    steps, tokens = (sum(getattr(t, name) for t in table.texts) for name in ("steps", "tokens"))
+    assert tokens / steps == pytest.approx(table.overall.length.value)
     assert acceptance_findings(table.overall) == []
 
 
@@ -240,7 +247,8 @@ def trial(gain: float, may_be_intended: bool) -> Trial:
     variant = Variant(
         "window", "sliding_window: None -> 8", TRAINED, may_be_intended=may_be_intended
     )
-    return Trial(variant, Gain(before=1.0, after=1.0 + gain, difference=difference), texts=5)
+    measured = Gain(before=1.0, after=1.0 + gain, difference=difference, p_value=0.001)
+    return Trial(variant, measured, texts=5, p_value=0.003)
 
 
 def test_an_added_window_is_a_note_unless_its_gain_is_large() -> None:
@@ -267,10 +275,33 @@ def test_an_added_window_is_a_note_unless_its_gain_is_large() -> None:
     assert findings_of([trial(0.005, False)]) == []
 
 
-def test_a_variant_that_was_only_screened_is_not_a_finding() -> None:
-    screened = replace(trial(0.4, False), texts=2)
-    assert [f.name for f in findings_of([trial(0.04, False), screened])] == ["window"]
-    assert findings_of([trial(0.0, False), screened]) == []
+def few(texts: int, half: float, *, sets: int = 4, per_set: int | None = None) -> list[Finding]:
+    length = Interval(value=2.0, low=2.0 - half, high=2.0 + half)
+    table = AcceptanceTable(texts=texts, steps=40 * texts, length=length, by_position=[])
+    return precision_findings(table, sets, per_set)
+
+
+def test_an_imprecise_acceptance_length_is_too_few_texts() -> None:
+    assert few(36, 0.19) == []
+    (found,) = few(36, 0.31)
+    assert (found.name, found.severity) == (TOO_FEW_TEXTS, Severity.WARNING)
+    assert "2.00 (1.69 to 2.31): its 95% interval is ±16%, wider than ±10%" in found.message
+    assert "about 87 texts would be enough" in found.message  # 36 times the square of 1.55
+    assert "at least 87 prompts" in found.remedy
+    assert "--prompts FILE" in found.remedy
+
+
+def test_the_remedy_names_the_flag_that_limits_the_texts() -> None:
+    (found,) = few(12, 0.39, per_set=3)
+    assert "--texts 12 or more" in found.remedy  # 46 texts of 4 sets
+
+
+def test_few_texts_are_undecided_however_alike_they_are() -> None:
+    for texts in (1, 3, MIN_TEXTS - 1):
+        (found,) = few(texts, 0.01)
+        assert "interval of the acceptance length needs more than" in found.message
+        assert found.evidence["enough"] == MIN_TEXTS
+    assert few(MIN_TEXTS, 0.01) == []
 
 
 @pytest.mark.parametrize(

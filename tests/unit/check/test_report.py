@@ -9,8 +9,15 @@ import pytest
 from rich.console import Console
 from sample_results import finding, tried, whole_result
 
-from leadout.check.report import MAX_TRIED, best_tried, next_step, print_result, sentence
-from leadout.check.result import CheckResult, Verdict
+from leadout.check.report import (
+    MAX_TRIED,
+    best_tried,
+    next_step,
+    print_result,
+    sentence,
+    verdict_text,
+)
+from leadout.check.result import TOO_FEW_TEXTS, CheckResult, Verdict
 from leadout.findings import Severity
 
 PAIR = "owner/tiny-target drafters/tiny-drafter"
@@ -26,8 +33,8 @@ def shown(result: CheckResult, **options: bool | list[Path]) -> str:
 def test_a_pair_that_fits_is_not_advice_to_deploy_it() -> None:
     assert sentence(whole_result()) == (
         "tiny-drafter fits tiny-target: 2.40 tokens per step of the target (95% interval 2.30 to "
-        "2.50), 2.38 served greedy, 2.11 served at temperature 0.8. Whether this makes serving "
-        "faster depends on the machine; `leadout tune` measures it."
+        "2.50), 2.38 served greedy, 2.11 served at temperature 0.8. Whether drafting pays depends "
+        f"on the machine: measure it with `leadout tune {PAIR}`."
     )
     assert next_step(whole_result()) == f"leadout tune {PAIR}"
 
@@ -58,6 +65,18 @@ def test_the_most_severe_finding_and_its_remedy(
     text = sentence(whole_result(verdict=verdict, findings=findings))
     assert text.startswith(f"{opening}: mask: mask_token_id is 1, expected 2. Change it.")
     assert ("(1 more finding)" in text) == (severity is Severity.ERROR)
+
+
+def test_too_few_texts_are_part_of_the_verdict() -> None:
+    message, remedy = "the interval is ±15%", "Give at least 81 prompts."
+    few = finding(name=TOO_FEW_TEXTS, message=message, remedy=remedy)
+    undecided = whole_result(verdict=Verdict.UNDECIDED, findings=[few])
+    assert verdict_text(undecided) == "undecided: too few texts"
+    assert sentence(undecided) == "The interval is ±15%. Give at least 81 prompts."
+    assert shown(undecided).startswith("UNDECIDED: TOO FEW TEXTS  The interval is ±15%.")
+    unfit = whole_result(verdict=Verdict.UNFIT, findings=[few, finding(Severity.ERROR)])
+    assert verdict_text(unfit) == "unfit"
+    assert "Do not deploy" in sentence(unfit)
 
 
 def test_the_next_step_after_a_problem() -> None:

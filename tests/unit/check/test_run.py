@@ -50,10 +50,12 @@ def test_the_saved_result_is_a_baseline_and_the_report_a_page(
     result = run.check(settings(save=saved, report=report))
     assert CheckResult.model_validate_json(saved.read_bytes()) == result
     assert report.read_text().startswith("<!DOCTYPE html>")
+    assert result.fits is True
     assert run.check(settings(baseline=saved)).verdict is Verdict.FIT
     assessed.result = whole_result(offline=offline(1.7, 0.1, LEVEL_SETS))
     worse = run.check(settings(baseline=saved))
     assert worse.verdict is Verdict.UNFIT
+    assert worse.fits is False
     assert worse.findings[0].name == "dropped-since-baseline"
 
 

@@ -61,7 +61,7 @@ def test_every_flag_is_a_setting(made: FakeCheck, tmp_path: Path) -> None:
     run("--prompts", "a.jsonl", "--prompts", "b.jsonl", "--texts", 5, "--draft-tokens", 3,
         "--dtype", "float32", "--no-thinking", "--long-context", 512,
         "--baseline", tmp_path / "old.json", "--fix", tmp_path / "fixed",
-        "--save", "s.json", "--report", "r.html")  # fmt: skip
+        "--save", "s.json", "--report", "r.html", "--tuned", "t.json")  # fmt: skip
     assert made.settings == [
         CheckSettings(
             target="owner/tiny-target",
@@ -76,6 +76,7 @@ def test_every_flag_is_a_setting(made: FakeCheck, tmp_path: Path) -> None:
             fix=tmp_path / "fixed",
             save=Path("s.json"),
             report=Path("r.html"),
+            tuned=Path("t.json"),
         )
     ]
 
@@ -112,6 +113,7 @@ def test_written_files_and_the_next_step_are_named() -> None:
         ("surplus",),
         ("--static", "--baseline", "old.json"),
         ("--static", "--fix", "new"),
+        ("--static", "--tuned", "tuned.json"),
     ],
 )
 def test_wrong_usage_is_not_a_verdict(made: FakeCheck, arguments: tuple[str, ...]) -> None:

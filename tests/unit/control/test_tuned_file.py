@@ -131,6 +131,28 @@ def test_curves_of_a_file_predict_its_speedups() -> None:
             assert predicted.speedup == pytest.approx(found.value)
 
 
+def test_break_even_length_is_where_the_speedup_is_one() -> None:
+    tuned = a_tuning(PROBABILITIES)
+    for batch in (1, 4, 16):
+        predicted = gain(tuned.costs(), tuned.curve(), batch, 2)
+        tokens = tuned.curve().tokens[2]
+        assert tuned.break_even_length(batch, 2) == pytest.approx(tokens / predicted.speedup)
+
+
+def test_losing_batch_sizes_are_named_with_the_k_that_loses_least() -> None:
+    assert a_tuning([0.99, 0.99], per_draft=0.001).losing_at(16) == []
+    useless = a_tuning([0.02, 0.0])
+    assert [loss.batch for loss in useless.losing_at(16)] == [1, 2, 4, 8, 16]
+    assert [loss.batch for loss in useless.losing_at(4)] == [1, 2, 4]
+    first = useless.losing_at(16)[0]
+    assert (first.k, first.tokens.value) == (1, pytest.approx(1.02))
+    assert first.break_even == pytest.approx(1.15)  # one verified draft, and drafting
+    partly = a_tuning([0.5, 0.2]).losing_at(16)
+    assert partly
+    assert partly[0].batch > 1
+    assert partly[0].tokens.high < partly[0].break_even
+
+
 def test_acceptance_curve_is_linear_between_the_measured_lengths() -> None:
     tuned = a_tuning(PROBABILITIES)
     tokens = {k: found for k, found in tuned.acceptance.tokens.items() if k != 2}
