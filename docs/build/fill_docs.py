@@ -46,6 +46,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "learn-sets": learn_tables.sets,
     "learn-gate": learn_tables.gate,
     "swaps": learn_tables.swaps,
+    "swap_size": learn_tables.swap_size,
     "capture": learn_tables.capture,
     "bytes-per-token": scale_tables.bytes_per_token,
     "seconds-per-million": scale_tables.seconds_per_million,
