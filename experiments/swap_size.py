@@ -1,8 +1,8 @@
 """The pause of a swap by the size of the drafter, against a bare copy of the same bytes.
 
 vLLM's drafter module is loaded in this process, in bfloat16, and a second version is staged as in a
-worker. Per repetition, in turns: a bare copy of all staged tensors into memory of their own, and
-the commit of the staged swap. Measured are both ways in which weights are replaced:
+worker. Per repetition, in turns: a bare copy of the same bytes, and the commit of the staged
+swap. Measured are both ways in which weights are replaced:
 
 - `copied`: layers that keep their weights as tensors, as on GPUs, here in host memory;
 - `packed`: layers whose weights are packed by CPU kernels, as a CPU server has them.
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def main() -> None:
 
 def measure(folder: Path, layers: int, kind: str) -> dict[str, Any]:
     from leadout.checkpoints import load_weights, read_checkpoint
-    from leadout.engine.staging import runtime_weights, stage
+    from leadout.engine.staging import StagedSwap, runtime_weights, stage
     from support.served_drafter import (
         engine_config,
         load_served_drafter,
@@ -87,21 +88,24 @@ def measure(folder: Path, layers: int, kind: str) -> dict[str, Any]:
         started = time.perf_counter()
         weights = load_weights(read_checkpoint(folder / "1"))
         checked = time.perf_counter()
-        previous = runtime_weights(drafter).in_host_memory()
-        staged = stage(drafter, torch.nn.Module(), weights, previous)
+        new = stage(drafter, torch.nn.Module(), weights)
+        del weights
+        swap = StagedSwap(drafter, new, runtime_weights(drafter).in_host_memory())
         done = time.perf_counter()
+        pairs = [(tensor, new.tensors[name]) for name, tensor in swap.serving.tensors.items()]
+        if kind == "packed":  # out of reach, so as many bytes elsewhere
+            packed = load_weights(read_checkpoint(folder / "1")).values()
+            memory = {tensor.shape: torch.zeros_like(tensor) for tensor in packed}
+            pairs = [(memory[tensor.shape], tensor) for tensor in packed]
         bare, pauses = [], []
-        # Without packing, the bytes of the staged tensors; packed ones are out of reach, so the
-        # bytes of the checkpoint's.
-        sources = list((staged.new.tensors if kind == "copied" else weights).values())
-        memory = [torch.zeros_like(source) for source in sources]
         for _ in range(REPETITIONS):
-            bare.append(seconds(lambda: copy(memory, sources)))
-            pauses.append(seconds(staged.commit))
-            staged.undo()
-        staged = previous = None
-        memory, sources = [], []
+            bare.append(seconds(partial(copy, pairs)))
+            swap.undo()
+            pauses.append(seconds(swap.commit))
+            swap.undo()
+        del swap, new, pairs
         gc.collect()
+        weights = load_weights(read_checkpoint(folder / "1"))
         reloaded = seconds(lambda: reload(config, drafter, weights))
     return {
         "parameters": parameters,
@@ -121,8 +125,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def copy(memory: list[Tensor], sources: list[Tensor]) -> None:
-    for destination, source in zip(memory, sources, strict=True):
+def copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for destination, source in pairs:
         destination.copy_(source)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from leadout.checkpoints import CheckpointError, load_drafter, write_checkpoint
 from leadout.dflash.target import Target
-from leadout.engine.staging import runtime_weights, stage
+from leadout.engine.staging import StagedSwap, runtime_weights, stage
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import tiny_llama
@@ -76,8 +76,8 @@ def drafted(llm: Any) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
 def swap_weights(worker: Any, weights: dict[str, Any]) -> None:
     """As Leadout does."""
     drafter = worker.get_draft_model()
-    previous = runtime_weights(drafter).in_host_memory()
-    stage(drafter, worker.get_model(), weights, previous).commit()
+    new = stage(drafter, worker.get_model(), weights)
+    StagedSwap(drafter, new, runtime_weights(drafter).in_host_memory()).commit()
 
 
 def reload_weights(worker: Any, weights: dict[str, Any]) -> None:

@@ -277,8 +277,9 @@ class _Stager:
             drafter = self._worker.get_draft_model()
             target = local_folder(vllm_config.model_config.model)
             loaded = load_version(registry, self.version, drafter.drafter_config, target)
-            previous = self._previous or self._copy_of_serving()
-            self.staged = stage(drafter, self._worker.get_model(), loaded.weights, previous)
+            new = stage(drafter, self._worker.get_model(), loaded.weights)
             self.digest = loaded.digest
+            del loaded  # before the copy, for the sake of memory
+            self.staged = StagedSwap(drafter, new, self._previous or self._copy_of_serving())
         except Exception as error:  # reported to the Swapper
             self.error = str(error) or type(error).__name__

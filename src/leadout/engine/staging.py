@@ -101,14 +101,13 @@ def _has_kernel(module: nn.Module) -> bool:
     return KERNEL in module.__dict__
 
 
-@dataclass(frozen=True)
 class StagedSwap:
     """New weights for a drafter in service, and those it has now."""
 
-    drafter: Any
-    serving: RuntimeWeights  # the tensors in service, which are written to
-    new: RuntimeWeights
-    previous: RuntimeWeights
+    def __init__(self, drafter: Any, new: RuntimeWeights, previous: RuntimeWeights) -> None:
+        self.serving = runtime_weights(drafter)
+        self.new, self.previous = new, previous
+        self._modules = {name: drafter.get_submodule(name) for name in self.serving.kernels}
 
     def commit(self) -> None:
         """Write the new weights; after an error the previous ones are in service again.
@@ -130,7 +129,7 @@ class StagedSwap:
         for name, tensor in self.serving.tensors.items():
             write_tensor(tensor, weights.tensors[name])
         for name, kernel in weights.kernels.items():
-            set_kernel(self.drafter.get_submodule(name), kernel)
+            set_kernel(self._modules[name], kernel)
         _wait_for_device()
 
 
@@ -148,13 +147,8 @@ def _wait_for_device() -> None:
         torch.accelerator.synchronize()
 
 
-def stage(
-    drafter: Any, target: nn.Module, weights: Mapping[str, Tensor], previous: RuntimeWeights
-) -> StagedSwap:
-    """Prepare a swap to `weights`, which have been checked, while `drafter` serves.
-
-    `previous` is what the drafter has now, in host memory.
-    """
+def stage(drafter: Any, target: nn.Module, weights: Mapping[str, Tensor]) -> RuntimeWeights:
+    """Prepare checked weights for a drafter, which serves meanwhile."""
     require_no_shared_memory(drafter, target)
     _require_unquantized(drafter)
     shadow = shadow_of(drafter)
@@ -164,12 +158,12 @@ def stage(
             method = getattr(module, "quant_method", None)
             if method is not None:
                 method.process_weights_after_loading(module)
-    serving, new = runtime_weights(drafter), runtime_weights(shadow)
-    _require_same_layout(serving, new)
+    new = runtime_weights(shadow)
+    _require_same_layout(runtime_weights(drafter), new)
     if is_pin_memory_available():  # fused tensors were computed from pinned ones, into new memory
         pinned = {name: tensor.pin_memory() for name, tensor in new.tensors.items()}
         new = RuntimeWeights(pinned, new.kernels)
-    return StagedSwap(drafter, serving, new, previous)
+    return new
 
 
 def require_no_shared_memory(drafter: Any, target: nn.Module) -> None:

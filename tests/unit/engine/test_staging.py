@@ -47,8 +47,8 @@ class Versions:
 
     def stage(self, drafter: Any, version: int, target: nn.Module | None = None) -> StagedSwap:
         weights = load_weights(read_checkpoint(self.folders[version]))
-        previous = runtime_weights(drafter).in_host_memory()
-        return stage(drafter, target or nn.Module(), weights, previous)
+        new = stage(drafter, target or nn.Module(), weights)
+        return StagedSwap(drafter, new, runtime_weights(drafter).in_host_memory())
 
 
 @pytest.fixture(scope="module")
