@@ -69,7 +69,10 @@ def load_served_drafter(vllm_config: Any) -> Any:
 
     vllm_config.compilation_config.static_forward_context.clear()
     draft_config = vllm_config.speculative_config.draft_model_config
-    return get_model(vllm_config=vllm_config, model_config=draft_config)
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM's CPU runner does the same; there is no allocator whose cache could be emptied.
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        return get_model(vllm_config=vllm_config, model_config=draft_config)
 
 
 def serve_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_staged_weights_are_in_pinned_memory_where_there_is_a_gpu(
     serve_as_on_a_gpu(monkeypatch)
     empty_strided, pinned = torch.empty_strided, 0
 
-    def record_allocation(*arguments: Any, pin_memory: bool, **settings: Any) -> Tensor:
+    def record_allocation(*arguments: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
         nonlocal pinned
         pinned += pin_memory
         return empty_strided(*arguments, **settings)
@@ -268,6 +268,8 @@ def test_what_the_drafter_has_from_the_target_is_not_touched(
     drafter = versions.load(0)
     target = nn.Module()
     target.lm_head, target.embed_tokens = drafter.lm_head, drafter.model.embed_tokens
+    for parameter in target.parameters():  # not initialized, since no target was loaded
+        parameter.data.fill_(0.5)
     kept = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     kernels = [getattr(module, staging.KERNEL, None) for module in target.children()]
     versions.stage(drafter, 1, target).commit()
