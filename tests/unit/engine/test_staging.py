@@ -36,7 +36,9 @@ class Versions:
     def __init__(self, target: Path, folder: Path, config: Any = CONFIG) -> None:
         self.folders = [folder / "0", folder / "1"]
         for seed, path in enumerate(self.folders):
-            write_checkpoint(path, random_drafter(config, seed).state_dict(), config, "zlab")
+            weights = random_drafter(config, seed).state_dict()
+            # The one format that supports a drafter's own head.
+            write_checkpoint(path, weights, config, "speculators", target_name=str(target))
         self.configs = [
             engine_config(target, path, config.max_draft_tokens) for path in self.folders
         ]
