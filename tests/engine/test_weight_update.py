@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from leadout.checkpoints import CheckpointError, load_drafter, write_checkpoint
 from leadout.dflash.target import Target
-from leadout.engine.hot_swap import replace_weights
+from leadout.engine.staging import StagedSwap, runtime_weights, stage
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.engine_drafts import record_drafts, reference_drafts
 from support.models import tiny_llama
@@ -73,15 +73,39 @@ def drafted(llm: Any) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
     return text, [draft.tokens for draft in blocks], [draft.length for draft in blocks]
 
 
+def swap_weights(worker: Any, weights: dict[str, Any]) -> None:
+    """As Leadout does."""
+    drafter = worker.get_draft_model()
+    new = stage(drafter, worker.get_model(), weights)
+    StagedSwap(drafter, new, runtime_weights(drafter).in_host_memory()).commit()
+
+
+def reload_weights(worker: Any, weights: dict[str, Any]) -> None:
+    """As vLLM does when a trainer sends weights."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    drafter = worker.get_draft_model()
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(drafter)
+        drafter.load_weights(weights.items())
+        draft_config = worker.vllm_config.speculative_config.draft_model_config
+        finalize_layerwise_reload(drafter, draft_config)
+
+
+@pytest.mark.parametrize("update", [swap_weights, reload_weights])
 def test_drafts_follow_the_weights_there_and_back(
-    llm: Any, model: PreTrainedModel, drafters: list[Path]
+    llm: Any, model: PreTrainedModel, drafters: list[Path], update: Any
 ) -> None:
     target = Target(model, CONFIG.target_layer_ids)
     texts, kept_drafts = [], []
     for serving in (0, 1, 0):
         if texts:  # the engine has started with the first
             weights = load_file(drafters[serving] / "model.safetensors")
-            llm.collective_rpc(replace_weights, args=(weights,))
+            llm.collective_rpc(update, args=(weights,))
         text, blocks, lengths = drafted(llm)
         assert blocks == reference_drafts(target, load_drafter(drafters[serving]), text, lengths, K)
         texts.append(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from leadout.engine.hot_swap import LoadedVersion, load_version
+from leadout.engine.hot_swap import ASLEEP, LoadedVersion, load_version
 from leadout.registry import Registry
 from support.version_registry import CONFIG
 
@@ -19,14 +19,13 @@ class Worker:
         self.fails_at: set[str] = set()
         self._registry, self._target = registry, target
         self._new: LoadedVersion | None = None
-        self._old: LoadedVersion | None = None
+        self._old = version
         self._error: str | None = None
 
-    def leadout_begin(self, version: int, current: int) -> None:
+    def leadout_begin(self, version: int) -> None:
         self._error = None
         try:
             self._new = load_version(self._registry, version, CONFIG, self._target)
-            self._old = load_version(self._registry, current, CONFIG, self._target)
         except Exception as error:
             self._error = str(error)
 
@@ -37,18 +36,22 @@ class Worker:
         return {"done": True, "error": self._error, "digest": digest}
 
     def leadout_commit(self, version: int) -> dict[str, Any]:
-        return self._load("commit", self._new)
+        if "sleep" in self.fails_at:
+            return {"error": ASLEEP, "seconds": 0.0}
+        assert self._new is not None
+        assert self.loaded is not None
+        self._old = self.loaded
+        return self._load("commit", self._new.version)
 
     def leadout_undo(self) -> dict[str, Any]:
         return self._load("undo", self._old)
 
     def leadout_end(self) -> None:
-        self._new = self._old = None
+        self._new = None
 
-    def _load(self, name: str, loaded: LoadedVersion | None) -> dict[str, Any]:
-        assert loaded is not None
+    def _load(self, name: str, version: int) -> dict[str, Any]:
         failed = name in self.fails_at
-        self.loaded = None if failed else loaded.version
+        self.loaded = None if failed else version
         return {"error": f"{name} failed" if failed else None, "seconds": 0.01}
 
 
@@ -56,6 +59,7 @@ class TwoWorkers:
     def __init__(self, registry: Registry, target: Path, version: int) -> None:
         self.workers = [Worker(registry, target, version) for _ in range(2)]
         self.calls: list[str] = []
+        self.sleeps_after: str | None = None  # the call after which the engine sleeps
 
     @property
     def loaded(self) -> list[int | None]:
@@ -64,6 +68,9 @@ class TwoWorkers:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append(method)
         return [getattr(worker, method)(*args) for worker in self.workers]
+
+    async def is_sleeping(self) -> bool:
+        return self.sleeps_after is not None and self.sleeps_after in ("", *self.calls)
 
     async def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")

@@ -7,7 +7,7 @@ Inside vLLM's processes
 - `live`: connects the schedulers with the draft-length policy
 - `fail_safe`: switches a feature off after its first error
 - `capture`, `capture_store`: keep the token ids of finished requests
-- `rollout`, `hot_swap`: follow a registry and replace the drafter of a running server
+- `rollout`, `hot_swap`, `staging`: follow a registry and replace the drafter of a running server
 - `admin`: HTTP endpoints for swaps and status
 - `metrics`: Prometheus metrics of drafting
 - `counters`: sums over the last minute, carried from the engine process to the API process

@@ -7,7 +7,7 @@ the weights on every load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from leadout.checkpoints.errors import Phrase
 from leadout.checkpoints.tensors import by_checked_name
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.pair import require_fit
+from leadout.engine.staging import ParameterFormat
 
 # Copies of weights that vLLM makes for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
@@ -90,6 +91,8 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         self._initial_checkpoint: Checkpoint = require_fit(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # Of the parameters that a checkpoint's tensors are loaded into.
+        self.parameter_formats: dict[str, ParameterFormat] = {}
 
     @property
     def drafter_config(self) -> DrafterConfig:
@@ -119,8 +122,11 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         """
         checkpoint = self._initial_checkpoint
         tensors = by_checked_name(weights, checkpoint.config, checkpoint.path)
-        filled = self._poison(tensors)
-        super().load_weights(tensors.items())
+        own = self._parameters_of(tensors)
+        if not self.parameter_formats:
+            self.parameter_formats = {name: ParameterFormat.of(each) for name, each in own.items()}
+        filled = self._poison(own)
+        self.fill(tensors)
         for name, parameter in filled.items():
             if bool(torch.isnan(parameter).any()):
                 raise CheckpointError(
@@ -136,23 +142,51 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     def _read_mask_embedding(self) -> None:
         """Disabled: vLLM would unpickle a `mask_embedding.pt`. Leadout refuses such checkpoints."""
 
-    def _poison(self, tensors: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-        """Fill the drafter's own parameters with NaN, so that one that is not loaded is noticed.
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors that have been checked."""
+        super().load_weights(tensors.items())
 
-        During a weight update of a running engine the parameters have no storage here, and vLLM
-        itself tracks what was loaded.
-        """
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The parameters that a version brings, and vLLM's copies of them."""
+        own: dict[str, Tensor] = {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if name in self.parameter_formats
+        }
+        for name in _DERIVED:
+            derived = getattr(self.model, name)
+            if derived is not None:
+                own[f"model.{name}"] = derived
+        return own
+
+    def own_modules(self) -> dict[str, nn.Module]:
+        """The modules with parameters that a version brings."""
+        names = {name.rpartition(".")[0] for name in self.parameter_formats}
+        return {name: self.get_submodule(name) for name in sorted(names)}
+
+    def _parameters_of(self, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+        """The parameters that these tensors are loaded into, not those that are the target's."""
         shared = {"model.mask_embedding"}
         if "embed_tokens.weight" not in tensors:
             shared.add("model.embed_tokens.weight")
         if "lm_head.weight" not in tensors:
             shared.add("lm_head.weight")
-        own = {
+        return {
+            name: parameter for name, parameter in self.named_parameters() if name not in shared
+        }
+
+    def _poison(self, own: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Fill parameters with NaN, so that one that is not loaded is noticed.
+
+        While vLLM itself updates the weights of a running engine, the parameters have no storage
+        here, and vLLM tracks what was loaded.
+        """
+        filled = {
             name: parameter
-            for name, parameter in self.named_parameters()
-            if parameter.is_floating_point() and not parameter.is_meta and name not in shared
+            for name, parameter in own.items()
+            if parameter.is_floating_point() and not parameter.is_meta
         }
         with torch.no_grad():
-            for parameter in own.values():
+            for parameter in filled.values():
                 parameter.fill_(torch.nan)
-        return own
+        return filled

@@ -1,9 +1,9 @@
 """Replaces the drafter of a running server, on all of its workers or on none.
 
-`Swapper` runs in vLLM's API process. It asks every worker (`SwapExtension`) to read and check the
-new version while requests continue. Only when all workers have read the same bytes are the weights
-replaced, in one call that vLLM carries out between two steps. If a worker fails then, all of them
-load the previous weights again.
+`Swapper` runs in vLLM's API process. It asks every worker (`SwapExtension`) to read, check and
+stage the new version while requests continue. Only when all workers have read the same bytes are
+the weights replaced, in one call that vLLM carries out between two steps and that only copies. If a
+worker fails then, all of them copy the previous weights back.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 
 from leadout.checkpoints import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import followed_registry
+from leadout.engine.staging import RuntimeWeights, StagedSwap, runtime_weights, stage
 from leadout.errors import LeadoutError
 from leadout.models import fingerprint, local_folder
 from leadout.registry import Registry
@@ -38,10 +33,21 @@ logger = logging.getLogger("vllm.leadout")
 
 POLL_SECONDS = 0.1
 MAX_READ_SECONDS = 600.0
+ASLEEP = "the engine is asleep or paused"
 
 
 class SwapRefusedError(LeadoutError):
     """The version cannot be served; the server continues with its current drafter."""
+
+
+class EngineAsleepError(SwapRefusedError):
+    """The weights of a sleeping engine have no memory; the swap is possible once it is awake."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"{ASLEEP}, so version {version} cannot be loaded. Wake it up (`POST /wake_up`, or "
+            "`POST /resume` after a pause) and try again."
+        )
 
 
 class SwapFailedError(LeadoutError):
@@ -56,7 +62,7 @@ class Swapped:
     """A swap that succeeded; all but `at` goes into the registry's ledger."""
 
     workers: int
-    read_seconds: float  # while requests continued
+    read_seconds: float  # reading, checking and staging, while requests continued
     pause_seconds: float  # without a step, on the slowest worker
     cache_emptied: bool  # if not, new requests still cannot reach the old entries
     at: float  # Unix time; requests that arrive later are drafted for by the new version
@@ -68,14 +74,17 @@ class Swapper:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    async def swap(self, version: int, current: int) -> Swapped:
-        """Replace version `current` by `version`; SwapRefusedError if nothing has changed."""
+    async def swap(self, version: int) -> Swapped:
+        """Replace the drafter by `version`; SwapRefusedError if nothing has changed."""
         started = time.monotonic()
         try:
-            await self._read(version, current)
+            await self._stage(version)
             read_seconds = time.monotonic() - started
+            await self._require_awake(version)
             results = await self._engine.collective_rpc("leadout_commit", args=(version,))
             errors = _errors(results)
+            if ASLEEP in errors:  # fell asleep just now; workers do so together, before the call
+                raise EngineAsleepError(version)
             if errors:
                 undone = _errors(await self._engine.collective_rpc("leadout_undo"))
                 if undone:
@@ -90,12 +99,19 @@ class Swapper:
         pause = max(result["seconds"] for result in results)
         return Swapped(len(results), read_seconds, pause, bool(emptied), at)
 
-    async def _read(self, version: int, current: int) -> None:
-        await self._engine.collective_rpc("leadout_begin", args=(version, current))
+    async def _require_awake(self, version: int) -> None:
+        if await self._engine.is_sleeping():
+            raise EngineAsleepError(version)
+
+    async def _stage(self, version: int) -> None:
+        await self._require_awake(version)
+        await self._engine.collective_rpc("leadout_begin", args=(version,))
         deadline = time.monotonic() + MAX_READ_SECONDS
         while True:
             states = await self._engine.collective_rpc("leadout_state")
             errors = _errors(states)
+            if ASLEEP in errors:
+                raise EngineAsleepError(version)
             if errors:
                 raise SwapRefusedError(errors[0])
             if all(state["done"] for state in states):
@@ -115,7 +131,7 @@ def _errors(results: list[dict[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """A version in memory, ready to be served."""
+    """A version in memory, checked."""
 
     version: int
     weights: dict[str, Tensor]
@@ -158,107 +174,112 @@ _fingerprint = lru_cache(fingerprint)
 class SwapExtension:
     """The worker's part of a swap, mixed into vLLM's worker class (`worker_extension_cls`).
 
-    leadout_begin(version, current)   read and check both, in a thread, while steps continue
-    leadout_state()                   whether that is done
-    leadout_commit(version)           replace the weights within this call, so between two steps
-    leadout_undo()                    load the weights of `current` again
-    leadout_end()                     free what was read
+    leadout_begin(version)     read, check and stage a version, in a thread, while steps continue
+    leadout_state()            whether that is done
+    leadout_commit(version)    replace the weights within this call, so between two steps
+    leadout_undo()             replace them by those before
+    leadout_end()              free what was staged
 
     No call raises: with several workers vLLM would leave the results of the others unread.
     """
 
-    def leadout_begin(self, version: int, current: int) -> None:
-        self._leadout_reader: _Reader | None = _Reader(self, version, current)
+    def leadout_begin(self, version: int) -> None:
+        self._leadout_stager: _Stager | None = _Stager(self, version)
 
     def leadout_state(self) -> dict[str, Any]:
-        reader = getattr(self, "_leadout_reader", None)
-        if reader is None:
+        stager = getattr(self, "_leadout_stager", None)
+        if stager is None:
             return {"done": True, "error": "no version is being read", "digest": None}
-        digest = reader.new.digest if reader.is_done and reader.new is not None else None
-        return {"done": reader.is_done, "error": reader.error, "digest": digest}
+        return {"done": stager.is_done, "error": stager.error, "digest": stager.digest}
 
     def leadout_commit(self, version: int) -> dict[str, Any]:
-        reader = getattr(self, "_leadout_reader", None)
-        if reader is None or reader.version != version or reader.new is None:
+        stager = getattr(self, "_leadout_stager", None)
+        if stager is None or stager.version != version or stager.staged is None:
             return {"error": f"this worker has not read version {version}", "seconds": 0.0}
-        return self._leadout_replace(reader.new)
+        return self._leadout_write(stager.staged, StagedSwap.commit)
 
     def leadout_undo(self) -> dict[str, Any]:
-        reader = getattr(self, "_leadout_reader", None)
-        if reader is None or reader.previous is None:
-            return {"error": "this worker has not read the previous version", "seconds": 0.0}
-        return self._leadout_replace(reader.previous)
+        stager = getattr(self, "_leadout_stager", None)
+        if stager is None or stager.staged is None:
+            return {"error": "this worker has not kept the previous weights", "seconds": 0.0}
+        return self._leadout_write(stager.staged, StagedSwap.undo)
 
     def leadout_end(self) -> None:
-        self._leadout_reader = None
+        stager = getattr(self, "_leadout_stager", None)
+        self._leadout_stager = None
+        if stager is not None:  # returning gigabytes to the system takes a while
+            threading.Thread(target=stager.free, name="leadout-swap-end", daemon=True).start()
 
-    def _leadout_replace(self, loaded: LoadedVersion) -> dict[str, Any]:
+    def _leadout_write(
+        self, staged: StagedSwap, write: Callable[[StagedSwap], None]
+    ) -> dict[str, Any]:
+        if _is_asleep(self):
+            return {"error": ASLEEP, "seconds": 0.0}
         started, error = time.perf_counter(), None
         try:
-            replace_weights(self, loaded.weights)
+            write(staged)
         except Exception as problem:
-            logger.exception("Leadout could not load version %d", loaded.version)
+            logger.exception("Leadout could not replace the drafter's weights")
             error = f"{type(problem).__name__}: {problem}"
         return {"error": error, "seconds": time.perf_counter() - started}
 
 
-class _Reader:
-    """Reads the new version, and the current one in case of an undo, in a thread."""
+def _is_asleep(worker: Any) -> bool:
+    """Whether vLLM's sleep mode has taken this worker's memory away."""
+    backend = getattr(worker, "_sleep_mode_backend", None)  # None until it first sleeps
+    return backend is not None and backend.state() != "RUNNING"
 
-    def __init__(self, worker: Any, version: int, current: int) -> None:
+
+class _Stager:
+    """Stages a version in a thread, next to a copy of the weights in service."""
+
+    def __init__(self, worker: Any, version: int) -> None:
         self.version = version
-        self.new: LoadedVersion | None = None
-        self.previous: LoadedVersion | None = None
+        self.staged: StagedSwap | None = None
+        self.digest: str | None = None
         self.error: str | None = None
         self._worker = worker
-        self._thread = threading.Thread(
-            target=self._read, args=(version, current), name="leadout-swap", daemon=True
-        )
-        self._thread.start()
+        self._previous: RuntimeWeights | None = None
+        self._thread = threading.Thread(target=self._stage, name="leadout-swap", daemon=True)
+        if worker.vllm_config.model_config.enable_sleep_mode:
+            # The engine may fall asleep while the thread runs, and then there is nothing to copy.
+            self._copy_unless_asleep()
+        if self.error is None:
+            self._thread.start()
 
     @property
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def _read(self, version: int, current: int) -> None:
+    def free(self) -> None:
+        if self._thread.ident is not None:  # it has been started
+            self._thread.join()
+        self.staged = self._previous = None
+
+    def _copy_unless_asleep(self) -> None:
+        try:
+            if _is_asleep(self._worker):
+                self.error = ASLEEP
+            else:
+                self._previous = self._copy_of_serving()
+        except Exception as error:
+            self.error = str(error) or type(error).__name__
+
+    def _copy_of_serving(self) -> RuntimeWeights:
+        return runtime_weights(self._worker.get_draft_model()).in_host_memory()
+
+    def _stage(self) -> None:
         try:
             vllm_config = self._worker.vllm_config
             registry = followed_registry(vllm_config)
             if registry is None:
                 raise SwapRefusedError("this server follows no registry")
-            config = self._worker.get_draft_model().drafter_config
+            drafter = self._worker.get_draft_model()
             target = local_folder(vllm_config.model_config.model)
-            self.new = load_version(registry, version, config, target)
-            self.previous = load_version(registry, current, config, target)
+            loaded = load_version(registry, self.version, drafter.drafter_config, target)
+            new = stage(drafter, self._worker.get_model(), loaded.weights)
+            self.digest = loaded.digest
+            del loaded  # before the copy, for the sake of memory
+            self.staged = StagedSwap(drafter, new, self._previous or self._copy_of_serving())
         except Exception as error:  # reported to the Swapper
             self.error = str(error) or type(error).__name__
-
-
-def replace_weights(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Load weights into the drafter of a worker; its tensors keep their addresses.
-
-    No step may run meanwhile: vLLM takes the layers apart, including those shared with the target.
-    """
-    drafter = worker.get_draft_model()
-    draft_config = worker.vllm_config.speculative_config.draft_model_config
-    with set_current_vllm_config(worker.vllm_config), _without_missing_weights_warning():
-        initialize_layerwise_reload(drafter)
-        try:
-            drafter.load_weights(weights.items())
-        finally:  # gives layers that were not loaded their tensors back
-            finalize_layerwise_reload(drafter, draft_config)
-
-
-@contextmanager
-def _without_missing_weights_warning() -> Iterator[None]:
-    """Hide vLLM's warning about the target's embedding and head, which no drafter file contains."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in record.getMessage()
-
-    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    reload_logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        reload_logger.removeFilter(is_other)

@@ -21,13 +21,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from leadout.control.rollback import ShortfallTest, Tally
 from leadout.engine.capture_store import SOURCE
 from leadout.engine.counters import read_small, small_file, write_small
 from leadout.engine.fail_safe import FailSafe, LimitedLog
-from leadout.engine.hot_swap import SwapFailedError, Swapped, Swapper, SwapRefusedError
+from leadout.engine.hot_swap import (
+    EngineAsleepError,
+    SwapFailedError,
+    Swapped,
+    Swapper,
+    SwapRefusedError,
+)
 from leadout.errors import LeadoutError
 from leadout.registry import Event, Evidence, Manifest, Pointer, Registry
 
@@ -35,6 +42,7 @@ logger = logging.getLogger("vllm.leadout")
 
 POLL_SECONDS = 2.0
 SECONDS_BETWEEN_WRITES = 1.0
+MASK_BYTES = 64  # as long as the longest hash
 
 
 class ServedRequests(BaseModel):
@@ -110,7 +118,9 @@ class ServingDrafter:
                 return None
             try:
                 manifest = await asyncio.to_thread(self._servable, version)
-                swapped = await self._swapper.swap(version, previous.version)
+                swapped = await self._swapper.swap(version)
+            except EngineAsleepError:  # nothing is wrong with the version
+                raise
             except (LeadoutError, OSError) as problem:
                 logger.error("Leadout refuses version %d of the drafter: %s", version, problem)
                 await self.record("refused", version, str(problem))
@@ -205,7 +215,7 @@ class Follower:
     """Keeps a server on the version that the registry's pointer names.
 
     It acts when the pointer changes: a version that was set by hand stays until then. A refused
-    version is not tried again, since versions never change.
+    version is not tried again, since versions never change. While the engine sleeps it waits.
     """
 
     def __init__(self, registry: Registry, drafter: ServingDrafter) -> None:
@@ -241,8 +251,46 @@ class Follower:
             return
         try:
             await self._drafter.change_to(pointer.version, pointer.reason)
+        except EngineAsleepError:
+            self._followed = None  # to be followed once it is awake
         except SwapRefusedError:
             self._refused.add(pointer.version)
+
+
+def mask_block_hashes(request: Any, mask: bytes) -> None:
+    """Make a request find, and leave, only cache blocks of requests with the same mask.
+
+    vLLM's input thread has hashed the prompt already. Hashing it again with a salt would hold up
+    the scheduler for 16 ms per 100,000 tokens; a mask on finished hashes separates them as well.
+    Later blocks are hashed from unmasked ones, so that a follow-up prompt finds them.
+    """
+    hasher = request._block_hasher
+    if hasher is None:  # nothing is cached
+        return
+    plain: list[bytes] = list(request.block_hashes)
+
+    def hash_new_blocks(request: Any) -> list[bytes]:
+        masked = request.block_hashes
+        del plain[len(masked) :]  # vLLM takes blocks back when a streamed prompt is continued
+        request.block_hashes = plain
+        try:
+            new: list[bytes] = hasher(request)
+        finally:
+            request.block_hashes = masked
+        plain.extend(new)
+        return _masked(new, mask)
+
+    request.block_hashes[:] = _masked(plain, mask)
+    request._block_hasher = hash_new_blocks
+
+
+def _masked(hashes: list[bytes], mask: bytes) -> list[bytes]:
+    if not hashes:
+        return []
+    size = len(hashes[0])
+    table = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, size)  # [hashes, bytes]
+    joined = (table ^ np.frombuffer(mask[:size], np.uint8)).tobytes()
+    return [joined[start : start + size] for start in range(0, len(joined), size)]
 
 
 class RolloutMixin:
@@ -251,8 +299,8 @@ class RolloutMixin:
     The drafter's keys and values of a text share cache blocks with those of the target. After a
     swap, cached blocks hold the old drafter's: the text stays correct, but the new drafter drafts
     worse from them. vLLM empties its prefix cache only when no request runs. Therefore, from the
-    reset that follows a swap, new requests get a salt in their block hashes: they cannot find the
-    old blocks, which vLLM evicts in time. Running requests keep their blocks.
+    reset that follows a swap, the block hashes of new requests are masked: they cannot find the old
+    blocks, which vLLM evicts in time. Running requests keep their blocks.
 
     Finished requests that arrived after the reset are tallied for `ServingDrafter`.
     """
@@ -260,26 +308,22 @@ class RolloutMixin:
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._served_path = served_requests_file(settings["vllm_config"])
-        self._resets = 0
-        self._cache_salt: str | None = None
+        self._hash_mask: bytes | None = None
         self._open_requests: dict[str, list[int]] = {}  # by id: steps with a whole block, tokens
         self._tally = Tally()
         self._tally_fail_safe = FailSafe("acceptance watch after swaps", self._open_requests.clear)
         self._start_tally()
 
     def add_request(self, request: Any) -> None:
-        if self._cache_salt is not None:  # vLLM has computed the block hashes already
-            request.cache_salt = f"{request.cache_salt or ''}{self._cache_salt}"
-            request.block_hashes.clear()
-            request.update_block_hashes()
+        if self._hash_mask is not None:
+            mask_block_hashes(request, self._hash_mask)
         if self._tally_fail_safe.is_on:
             self._open_requests[request.request_id] = [0, 0]
         super().add_request(request)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *arguments: Any, **settings: Any) -> bool:
         is_empty: bool = super().reset_prefix_cache(*arguments, **settings)  # type: ignore[misc]
-        self._resets += 1
-        self._cache_salt = None if is_empty else f"#leadout-{self._resets}"
+        self._hash_mask = None if is_empty else os.urandom(MASK_BYTES)
         self._start_tally()
         return is_empty
 

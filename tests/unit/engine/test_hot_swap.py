@@ -1,17 +1,19 @@
-"""What each worker checks before it accepts a version's weights."""
+"""What each worker checks before it accepts a version's weights, and before it writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from leadout.checkpoints import CheckpointError
-from leadout.engine.hot_swap import SwapRefusedError, load_version
+from leadout.engine.hot_swap import ASLEEP, SwapExtension, SwapRefusedError, load_version
 from leadout.registry import MANIFEST, Registry, RegistryError
 from support.models import tiny_llama
 from support.version_registry import CONFIG, WEIGHTS, publish, with_nan
@@ -86,3 +88,39 @@ def test_a_version_for_another_target_is_refused(
     publish(registry, target, tmp_path, seed=0, other_target=True)
     with pytest.raises(SwapRefusedError, match="fingerprint 000000000000, but this server's"):
         load_version(registry, 1, CONFIG, target)
+
+
+class SleepingWorker(SwapExtension):
+    """A worker in vLLM's sleep mode, which CPUs do not have; touching its weights would fail."""
+
+    def __init__(self, state: str, staged: Any = None) -> None:
+        model_config = SimpleNamespace(enable_sleep_mode=True)
+        self.vllm_config = SimpleNamespace(model_config=model_config, additional_config={})
+        self._sleep_mode_backend = SimpleNamespace(state=lambda: state)
+        self._leadout_stager = staged
+
+    def get_draft_model(self) -> Any:
+        raise AssertionError("the weights of a sleeping engine have no memory")
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "RESUMING"])
+def test_a_sleeping_worker_reads_and_writes_no_weights(state: str) -> None:
+    worker = SleepingWorker(state)
+    worker.leadout_begin(2)
+    assert worker.leadout_state() == {"done": True, "error": ASLEEP, "digest": None}
+    writes: list[str] = []
+    worker._leadout_stager = SimpleNamespace(  # type: ignore[assignment]
+        version=2, staged=SimpleNamespace(commit=writes.append, undo=writes.append)
+    )
+    assert worker.leadout_commit(2)["error"] == ASLEEP
+    assert worker.leadout_undo()["error"] == ASLEEP
+    assert writes == []
+
+
+def test_a_worker_that_can_sleep_copies_its_weights_before_the_thread_starts() -> None:
+    """Within the call vLLM cannot put it to sleep; while the thread runs it can."""
+    worker = SleepingWorker("RUNNING")
+    worker.leadout_begin(2)
+    state = worker.leadout_state()
+    assert state["done"]
+    assert "have no memory" in state["error"]

@@ -14,8 +14,13 @@ import pytest
 
 from leadout.control.rollback import Tally
 from leadout.engine.counters import write_small
-from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
-from leadout.engine.rollout import Follower, ServedRequests, ServingDrafter
+from leadout.engine.hot_swap import (
+    EngineAsleepError,
+    SwapFailedError,
+    Swapper,
+    SwapRefusedError,
+)
+from leadout.engine.rollout import Follower, ServedRequests, ServingDrafter, mask_block_hashes
 from leadout.registry import POINTER, Registry
 from support.models import tiny_llama
 from support.two_workers import TwoWorkers
@@ -122,6 +127,40 @@ def test_workers_that_read_different_files_do_not_swap(replica: Replica) -> None
     assert "leadout_commit" not in replica.engine.calls
 
 
+@pytest.mark.parametrize("since", ["", "leadout_state"])
+def test_a_sleeping_engine_swaps_once_it_is_awake(
+    registry: Registry, replica: Replica, since: str
+) -> None:
+    """`since`: it sleeps from the start, or falls asleep while the version is read."""
+    replica.engine.sleeps_after = since
+    registry.point_to(2, "better")
+    for _ in range(3):
+        replica.poll()
+    assert "leadout_commit" not in replica.engine.calls
+    assert "leadout_undo" not in replica.engine.calls
+    assert ("leadout_begin" in replica.engine.calls) == (since != "")
+    assert replica.engine.loaded == [1, 1]
+    assert events(registry) == []  # neither refused nor swapped
+    with pytest.raises(EngineAsleepError, match=r"version 2 cannot be loaded\. Wake it up"):
+        asyncio.run(replica.drafter.change_to(2, "by hand"))
+    replica.engine.sleeps_after = None
+    replica.poll()
+    assert replica.engine.loaded == [2, 2]
+    assert events(registry) == [("swapped", 2)]
+
+
+def test_workers_that_fell_asleep_before_the_commit_are_not_undone(
+    registry: Registry, replica: Replica
+) -> None:
+    for worker in replica.engine.workers:
+        worker.fails_at = {"sleep"}
+    with pytest.raises(EngineAsleepError):
+        asyncio.run(replica.drafter.change_to(2, ""))
+    assert "leadout_undo" not in replica.engine.calls
+    assert replica.engine.loaded == [1, 1]
+    assert events(registry) == []
+
+
 def test_a_failing_undo_is_reported(registry: Registry, replica: Replica) -> None:
     replica.engine.workers[1].fails_at = {"commit", "undo"}
     with pytest.raises(SwapFailedError, match="could not be loaded again"):
@@ -219,3 +258,91 @@ def test_an_unreadable_pointer_is_logged_and_changes_nothing(
     assert replica.engine.loaded == [1, 1]
     assert "could not follow the registry" in " ".join(leadout_log)
     assert events(registry) == [("started", 1)]
+
+
+BLOCK = 16
+
+
+class HashedRequest:
+    """The part of vLLM's request that block hashes are about, with vLLM's own hasher."""
+
+    def __init__(self, tokens: int) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core import kv_cache_utils
+
+        kv_cache_utils.init_none_hash(sha256)
+        self.all_token_ids = list(range(tokens))
+        self.mm_features: list[Any] = []
+        self.lora_request = self.cache_salt = self.prompt_embeds = None
+        self.block_hashes: list[bytes] = []
+        self.hashed_blocks = 0
+
+        def hash_block(content: Any) -> bytes:
+            self.hashed_blocks += 1
+            digest: bytes = sha256(content)
+            return digest
+
+        self._block_hasher: Any = kv_cache_utils.get_request_block_hasher(BLOCK, hash_block)
+        self.update_block_hashes()  # as vLLM's input thread does
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.extend(self._block_hasher(self))
+
+    def generate(self, tokens: int) -> None:
+        start = self.num_tokens
+        self.all_token_ids += range(start, start + tokens)
+        self.update_block_hashes()
+
+
+def masked(tokens: int, mask: bytes) -> HashedRequest:
+    request = HashedRequest(tokens)
+    mask_block_hashes(request, mask)
+    return request
+
+
+MASK, LATER_MASK = bytes(range(1, 65)), bytes(range(2, 66))
+
+
+def test_requests_after_a_swap_share_blocks_with_each_other_only() -> None:
+    before, after, later = HashedRequest(100), masked(100, MASK), masked(100, LATER_MASK)
+    assert after.block_hashes == masked(100, MASK).block_hashes
+    hashes = [*before.block_hashes, *after.block_hashes, *later.block_hashes]
+    assert len(set(hashes)) == 3 * (100 // BLOCK)
+    assert {len(each) for each in hashes} == {32}
+
+
+def test_generated_blocks_are_found_by_a_follow_up_prompt() -> None:
+    request = masked(100, MASK)
+    for _ in range(10):
+        request.generate(7)
+    assert request.block_hashes == masked(170, MASK).block_hashes
+    assert len(request.block_hashes) == 170 // BLOCK
+    del request.block_hashes[4:]  # as vLLM does when a streamed prompt is continued
+    request.update_block_hashes()
+    assert request.block_hashes == masked(170, MASK).block_hashes
+
+
+def test_the_scheduler_hashes_no_prompt_after_a_swap() -> None:
+    request = HashedRequest(100_000)
+    assert request.hashed_blocks == 100_000 // BLOCK
+    started = time.perf_counter()
+    mask_block_hashes(request, MASK)
+    seconds = time.perf_counter() - started
+    assert request.hashed_blocks == 100_000 // BLOCK
+    again = HashedRequest(0)
+    again.all_token_ids = request.all_token_ids
+    started = time.perf_counter()
+    again.update_block_hashes()
+    assert seconds < 0.25 * (time.perf_counter() - started)
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_mask() -> None:
+    request = HashedRequest(100)
+    request._block_hasher, request.block_hashes = None, []
+    mask_block_hashes(request, MASK)
+    assert request._block_hasher is None
+    assert request.block_hashes == []
