@@ -7,8 +7,8 @@ from pathlib import Path
 
 from leadout.errors import LeadoutError
 
-# Configuration and weights, tokenizers and chat templates.
-_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+# Configuration and weights, tokenizers and chat templates, a drafter's trained mask embedding.
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "mask_embedding.pt")
 _CACHED = "models--"
 
 

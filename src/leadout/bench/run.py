@@ -84,7 +84,8 @@ def prepare(settings: BenchSettings) -> Bench:
     local_folder(settings.target, config_only=True)
     folders = {draft: local_folder(draft) for draft in dict.fromkeys(settings.draft)}
     max_draft_tokens = {
-        draft: read_checkpoint(folder).config.max_draft_tokens for draft, folder in folders.items()
+        draft: read_checkpoint(folder, as_served=True).config.max_draft_tokens
+        for draft, folder in folders.items()
     }
     tuned = None if settings.tuned is None else read_tuned(settings.tuned)
     tuned_drafter = None

@@ -19,9 +19,13 @@ from vllm.platforms import current_platform
 
 from leadout.checkpoints import Checkpoint, CheckpointError
 from leadout.checkpoints.errors import Phrase
+from leadout.checkpoints.mask_embedding import read_mask_embedding
 from leadout.checkpoints.tensors import by_checked_name
+from leadout.checkpoints.unsupported import TRAINED_MASK
 from leadout.dflash.config import DrafterConfig
+from leadout.engine.child_process import EngineError
 from leadout.engine.pair import require_fit
+from leadout.models import local_folder
 
 # Copies of weights that vLLM makes for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
@@ -88,12 +92,14 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     model_cls = LeadoutDFlashModel
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        self._initial_checkpoint: Checkpoint = require_fit(vllm_config)
+        self._initial_checkpoint: Checkpoint | None = require_fit(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     @property
     def drafter_config(self) -> DrafterConfig:
         """The architecture of the engine's drafter, which stays when the weights are replaced."""
+        if self._initial_checkpoint is None:
+            raise EngineError("Leadout does not know the architecture of this drafter.")
         return self._initial_checkpoint.config
 
     def forward(
@@ -112,12 +118,16 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
         return hidden
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Load all tensors of the drafter or none; returns the names of all parameters.
 
-        vLLM's own method returns nothing, which disables vLLM's check for missing weights.
+        vLLM's own method returns nothing, which disables vLLM's check for missing weights. That
+        remains so for a drafter with features that Leadout leaves to vLLM.
         """
         checkpoint = self._initial_checkpoint
+        if checkpoint is None or set(checkpoint.left_to_vllm) - {TRAINED_MASK}:
+            super().load_weights(weights)
+            return None
         tensors = by_checked_name(weights, checkpoint.config, checkpoint.path)
         filled = self._poison(tensors)
         super().load_weights(tensors.items())
@@ -133,8 +143,13 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         # The others are the target's, which vLLM shares once both models are loaded.
         return {name for name, _ in self.named_parameters()}
 
-    def _read_mask_embedding(self) -> None:
-        """Disabled: vLLM would unpickle a `mask_embedding.pt`. Leadout refuses such checkpoints."""
+    def _read_mask_embedding(self) -> Tensor | None:
+        """The trained mask embedding, if any, read as data: vLLM would unpickle the file."""
+        draft, mask_token_id = self.draft_model_config, self.model.mask_token_id
+        if mask_token_id is None:
+            return None
+        folder = local_folder(draft.model, draft.revision)
+        return read_mask_embedding(folder, mask_token_id, self.config.hidden_size)
 
     def _poison(self, tensors: dict[str, Tensor]) -> dict[str, nn.Parameter]:
         """Fill the drafter's own parameters with NaN, so that one that is not loaded is noticed.

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
 from vllm.v1.attention.selector import get_attn_backend
 
-from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.checkpoints import Checkpoint, UnsupportedCheckpointError, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.vllm_adapter import model_runner
 from leadout.errors import NEGATIVE, LeadoutError
@@ -21,11 +21,6 @@ from leadout.pairing import EngineSettings, Pair, examine, target_from_config
 
 logger = init_logger("vllm.leadout")
 
-# Only a warning when an engine starts: vLLM's own defaults break this rule on many machines, and
-# such a server is slower than it could be, not wrong. `leadout serve` sets a value that satisfies
-# the rule, and refuses only a value that the user chose.
-WARNING_AT_START = "batched-tokens"
-
 
 class UnfitPairError(LeadoutError):
     """Target, drafter and settings do not fit; the message names the rules and the remedies."""
@@ -33,12 +28,25 @@ class UnfitPairError(LeadoutError):
     exit_code = NEGATIVE
 
 
-def require_fit(vllm_config: Any) -> Checkpoint:
-    """Check the pair of an engine that is starting; returns the drafter's checkpoint."""
-    pair = pair_of(vllm_config)
+def require_fit(vllm_config: Any) -> Checkpoint | None:
+    """Check the pair of an engine that is starting; returns the drafter's checkpoint.
+
+    None for a drafter of a kind that Leadout does not know but vLLM may serve: without Leadout it
+    would be served too.
+    """
+    try:
+        pair = pair_of(vllm_config)
+    except UnsupportedCheckpointError as problem:
+        logger.warning("Leadout leaves this drafter to vLLM, unexamined: %s", problem)
+        return None
+    if pair.drafter.left_to_vllm:
+        logger.warning(
+            "Leadout leaves the weights of this drafter to vLLM, unexamined: it has %s",
+            ", ".join(pair.drafter.left_to_vllm),
+        )
     findings: list[Finding] = []
     for finding in examine(pair):
-        if finding.severity is Severity.WARNING or finding.name == WARNING_AT_START:
+        if finding.severity is Severity.WARNING:
             logger.warning("%s", finding)
         else:
             findings.append(finding)
@@ -56,7 +64,7 @@ def pair_of(vllm_config: Any) -> Pair:
     """The pair of a config with speculation, including what vLLM will do with the drafter."""
     speculation = vllm_config.speculative_config
     draft = speculation.draft_model_config
-    checkpoint = read_checkpoint(local_folder(draft.model, draft.revision))
+    checkpoint = read_checkpoint(local_folder(draft.model, draft.revision), as_served=True)
     pair = planned_pair(vllm_config, checkpoint, speculation.num_speculative_tokens)
     assert pair.settings is not None
     backend_name, takes_non_causal = _draft_attention_backend(vllm_config, checkpoint.config)
@@ -109,7 +117,8 @@ def _draft_attention_backend(
             backend = get_attn_backend(
                 drafter.head_dim,
                 vllm_config.model_config.dtype,
-                vllm_config.cache_config.cache_dtype,
+                vllm_config.speculative_config.kv_cache_dtype
+                or vllm_config.cache_config.cache_dtype,
                 has_sliding_window=any(layer.window is not None for layer in drafter.layers),
             )
         except ValueError:  # no backend supports what the drafter needs

@@ -39,7 +39,6 @@ from leadout.engine.vllm_flags import (
 from leadout.findings import Severity
 from leadout.models import ModelNotFoundError, fingerprint, local_folder
 from leadout.pairing import examine
-from leadout.pairing.rules import batched_tokens_for
 from leadout.pairing.target import AS_OF, find_published, read_any_config
 from leadout.provenance import Provenance
 from leadout.registry import Registry, RegistryError
@@ -140,9 +139,14 @@ class _Planner:
         elif drafter == AUTO:
             drafter = _published_for(self._target, notes)
         assert drafter is not None
-        checkpoint = read_checkpoint(local_folder(drafter, self._speculation.get("revision")))
+        folder = local_folder(drafter, self._speculation.get("revision"))
+        checkpoint = read_checkpoint(folder, as_served=True)
         load_weights(checkpoint)  # finds values that are not finite before the server does
         notes += [f"drafter: {note}" for note in checkpoint.notes]
+        notes += [
+            f"drafter: has {what}, which is left to vLLM and not examined"
+            for what in checkpoint.left_to_vllm
+        ]
         if self._tuned is not None:
             _require_no_draft_length(self._speculation)
             _require_measured_pair(self._tuned, local_folder(self._target), checkpoint.path)
@@ -203,7 +207,6 @@ class _Planner:
                 return flags
             notes.append(f"--tuned: {json.dumps(lengths)}")
         draft_tokens = lengths[DRAFT_LENGTH]
-        flags, config = self._with_enough_batched_tokens(flags, config, draft_tokens)
         # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
         raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
         ours = {"method": "dflash", "model": drafter, **lengths}
@@ -212,22 +215,6 @@ class _Planner:
         notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
         raise_if_unfit(findings)
         return flags
-
-    def _with_enough_batched_tokens(
-        self, flags: list[str], config: Any, draft_tokens: int
-    ) -> tuple[list[str], Any]:
-        """Raise vLLM's default token budget of a step where drafting needs more."""
-        sequences = config.scheduler_config.max_num_seqs
-        budget = config.scheduler_config.max_num_batched_tokens
-        needed = batched_tokens_for(sequences, draft_tokens)
-        if budget >= needed or parse(self._target, flags).max_num_batched_tokens is not None:
-            return flags, config
-        flags = [*flags, "--max-num-batched-tokens", str(needed)]
-        self._notes.append(
-            f"--max-num-batched-tokens {needed} instead of {budget}: enough for {sequences} "
-            f"sequences with 1 + 2K = {1 + 2 * draft_tokens} tokens of a step each"
-        )
-        return flags, vllm_config_of(self._target, flags)
 
 
 def _sound_scheduler(target: str, flags: list[str], notes: list[str]) -> list[str]:
