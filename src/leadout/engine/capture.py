@@ -31,6 +31,7 @@ from leadout.engine.settings import (
     load_redactor,
     read_section,
 )
+from leadout.engine.vllm_adapter import engine_index, target_folder
 from leadout.shards import Sample, ShardError
 
 REQUEST_ARGUMENT = "leadout_capture"  # in a request's `vllm_xargs`
@@ -169,16 +170,15 @@ def make_capture(vllm_config: Any) -> Capture:
         raise EngineSettingsError("additional_config: leadout.capture.folder is required.")
     writer = SegmentWriter(
         settings.folder,
-        lambda: info_of_target(model),
+        lambda: info_of_target(model, target_folder(vllm_config)),
         max_bytes=settings.max_bytes,
         max_seconds=settings.max_days * 86400,
     )
-    engine = vllm_config.parallel_config.data_parallel_rank
     return Capture(
         writer,
         rate=settings.rate,
         redact=load_redactor(settings.redactor),
-        counters_path=small_file(CAPTURE, vllm_config.instance_id, engine),
+        counters_path=small_file(CAPTURE, vllm_config.instance_id, engine_index(vllm_config)),
     )
 
 

@@ -8,6 +8,7 @@ the weights on every load.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from leadout.checkpoints.unsupported import TRAINED_MASK
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.child_process import EngineError
 from leadout.engine.pair import require_fit
-from leadout.models import local_folder
+from leadout.engine.settings import restore_draft_table
+from leadout.engine.vllm_adapter import draft_folder
+from leadout.models import is_left_to_vllm
 
 # Copies of weights that vLLM makes for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
@@ -92,8 +95,11 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     model_cls = LeadoutDFlashModel
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        restore_draft_table(vllm_config)  # vLLM captures graphs after it has built the drafter
         self._initial_checkpoint: Checkpoint | None = require_fit(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        has_files = not is_left_to_vllm(self.draft_model_config.model)
+        self._folder: Path | None = draft_folder(vllm_config) if has_files else None
 
     @property
     def drafter_config(self) -> DrafterConfig:
@@ -145,11 +151,10 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
 
     def _read_mask_embedding(self) -> Tensor | None:
         """The trained mask embedding, if any, read as data: vLLM would unpickle the file."""
-        draft, mask_token_id = self.draft_model_config, self.model.mask_token_id
-        if mask_token_id is None:
+        mask_token_id = self.model.mask_token_id
+        if mask_token_id is None or self._folder is None:
             return None
-        folder = local_folder(draft.model, draft.revision)
-        return read_mask_embedding(folder, mask_token_id, self.config.hidden_size)
+        return read_mask_embedding(self._folder, mask_token_id, self.config.hidden_size)
 
     def _poison(self, tensors: dict[str, Tensor]) -> dict[str, nn.Parameter]:
         """Fill the drafter's own parameters with NaN, so that one that is not loaded is noticed.

@@ -30,8 +30,9 @@ from vllm.model_executor.model_loader.reload import (
 from leadout.checkpoints import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import followed_registry
+from leadout.engine.vllm_adapter import target_folder
 from leadout.errors import LeadoutError
-from leadout.models import fingerprint, local_folder
+from leadout.models import fingerprint
 from leadout.registry import Registry
 
 logger = logging.getLogger("vllm.leadout")
@@ -227,7 +228,7 @@ class _Reader:
             if registry is None:
                 raise SwapRefusedError("this server follows no registry")
             config = self._worker.get_draft_model().drafter_config
-            target = local_folder(vllm_config.model_config.model)
+            target = target_folder(vllm_config)
             self.new = load_version(registry, version, config, target)
             self.previous = load_version(registry, current, config, target)
         except Exception as error:  # reported to the Swapper

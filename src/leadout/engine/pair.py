@@ -13,10 +13,10 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from leadout.checkpoints import Checkpoint, UnsupportedCheckpointError, read_checkpoint
 from leadout.dflash.config import DrafterConfig
-from leadout.engine.vllm_adapter import model_runner
+from leadout.engine.vllm_adapter import draft_folder, model_runner
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.findings import Finding, Severity
-from leadout.models import local_folder
+from leadout.models import is_left_to_vllm
 from leadout.pairing import EngineSettings, Pair, examine, target_from_config
 
 logger = init_logger("vllm.leadout")
@@ -34,6 +34,10 @@ def require_fit(vllm_config: Any) -> Checkpoint | None:
     None for a drafter of a kind that Leadout does not know but vLLM may serve: without Leadout it
     would be served too.
     """
+    draft = vllm_config.speculative_config.draft_model_config
+    if draft.model_weights or is_left_to_vllm(draft.model):  # no local files
+        logger.warning("Leadout leaves the drafter %s to vLLM, unexamined.", draft.model)
+        return None
     try:
         pair = pair_of(vllm_config)
     except UnsupportedCheckpointError as problem:
@@ -64,7 +68,7 @@ def pair_of(vllm_config: Any) -> Pair:
     """The pair of a config with speculation, including what vLLM will do with the drafter."""
     speculation = vllm_config.speculative_config
     draft = speculation.draft_model_config
-    checkpoint = read_checkpoint(local_folder(draft.model, draft.revision), as_served=True)
+    checkpoint = read_checkpoint(draft_folder(vllm_config), as_served=True)
     pair = planned_pair(vllm_config, checkpoint, speculation.num_speculative_tokens)
     assert pair.settings is not None
     backend_name, takes_non_causal = _draft_attention_backend(vllm_config, checkpoint.config)

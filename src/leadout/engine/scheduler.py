@@ -33,8 +33,16 @@ from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveControl, Step, live_metrics_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import RolloutMixin
-from leadout.engine.settings import CAPTURE, LIVE, REGISTRY, LiveSettings, read_section, sections_of
-from leadout.engine.vllm_adapter import is_dflash, is_supported
+from leadout.engine.settings import (
+    CAPTURE,
+    LIVE,
+    REGISTRY,
+    LiveSettings,
+    read_section,
+    restore_draft_table,
+    sections_of,
+)
+from leadout.engine.vllm_adapter import engine_index, is_dflash, is_supported
 
 logger = init_logger("vllm.leadout")
 
@@ -44,6 +52,7 @@ MAX_IN_FLIGHT = 64  # outputs that never come back must not accumulate
 
 def make_scheduler(vllm_config: Any, **settings: Any) -> Any:
     """The scheduler for this engine; vLLM passes everything by name."""
+    restore_draft_table(vllm_config)
     return _scheduler_class(vllm_config)(vllm_config=vllm_config, **settings)
 
 
@@ -70,10 +79,11 @@ def _supports_live_control(vllm_config: Any) -> bool:
         return False
     replicas = vllm_config.parallel_config.data_parallel_size
     if replicas > 1:
-        # Replicas may have to draft in step with each other; vLLM's own table is off there too.
+        # Only ranks of a mixture of experts get here: they may have to draft in step with each
+        # other, and vLLM's own table is off there too.
         logger.warning(
-            "Leadout's live control is off: data_parallel_size is %d, but it supports only 1. "
-            "Start one server for each replica instead.",
+            "Leadout's live control is off: data_parallel_size is %d, but with a mixture of "
+            "experts it supports only 1. Start one server for each replica instead.",
             replicas,
         )
     return bool(replicas == 1)
@@ -120,11 +130,10 @@ def make_control(vllm_config: Any) -> LiveControl:
     measured = () if tuned is None else (tuned.costs(), tuned.curve())
     is_async = vllm_config.scheduler_config.async_scheduling
     sees_drafts = not (is_async or vllm_config.use_v2_model_runner)
-    engine = vllm_config.parallel_config.data_parallel_rank
     return LiveControl(
         Policy(max_drafts, *measured),
         max_drafts,
-        live_metrics_file(vllm_config.instance_id, engine),
+        live_metrics_file(vllm_config.instance_id, engine_index(vllm_config)),
         lambda line: logger.info("%s", line),
         min_match=settings.prompt_lookup_min_match if sees_drafts else 0,
     )

