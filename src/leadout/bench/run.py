@@ -32,9 +32,9 @@ from leadout.checkpoints import read_checkpoint
 from leadout.console import Progress
 from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.engine.child_process import EngineError
+from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadGenerator, LoadRequest, LoadResult
 from leadout.engine.server import Server
-from leadout.engine.vllm_adapter import installed_distribution
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, local_folder

@@ -18,7 +18,6 @@ from typing import Any
 from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict
-from vllm.v1.request import RequestStatus
 
 from leadout.engine.capture_store import SOURCE, SegmentWriter, info_of_target, sample_id
 from leadout.engine.counters import small_file, write_small
@@ -31,7 +30,7 @@ from leadout.engine.settings import (
     load_redactor,
     read_section,
 )
-from leadout.engine.vllm_adapter import engine_index, target_folder
+from leadout.engine.vllm_adapter import RequestStatus, engine_index, target_folder
 from leadout.shards import Sample, ShardError
 
 REQUEST_ARGUMENT = "leadout_capture"  # in a request's `vllm_xargs`

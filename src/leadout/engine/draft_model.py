@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import _custom_ops as ops
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.platforms import current_platform
 
 from leadout.checkpoints import Checkpoint, CheckpointError
@@ -27,7 +24,15 @@ from leadout.dflash.config import DrafterConfig
 from leadout.engine.child_process import EngineError
 from leadout.engine.pair import require_fit
 from leadout.engine.settings import restore_draft_table
-from leadout.engine.vllm_adapter import draft_folder
+from leadout.engine.vllm_adapter import (
+    DRAFT_CLASS,
+    DFlashQwen3ForCausalLM,
+    DFlashQwen3Model,
+    draft_folder,
+    get_forward_context,
+    is_usable,
+    rms_norm,
+)
 from leadout.models import is_left_to_vllm
 
 # Copies of weights that vLLM makes for one fused projection of the context.
@@ -85,7 +90,7 @@ class LeadoutDFlashModel(DFlashQwen3Model):  # type: ignore[misc]
             return normed
         normed = torch.empty_like(all_k)
         for layer, weight in enumerate(self._k_norm_weights):
-            ops.rms_norm(normed[layer], all_k[layer], weight, self._rms_norm_eps)
+            rms_norm(normed[layer], all_k[layer], weight, self._rms_norm_eps)
         return normed
 
 
@@ -176,3 +181,15 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
             for parameter in own.values():
                 parameter.fill_(torch.nan)
         return own
+
+
+def served_class() -> type[Any]:
+    """The class above, or vLLM's own if what it overrides has changed."""
+    chosen: type[Any] = (
+        LeadoutDFlashForCausalLM if is_usable(DRAFT_CLASS) else DFlashQwen3ForCausalLM
+    )
+    return chosen
+
+
+# What vLLM's registry of models loads.
+ServedDrafter = served_class()

@@ -126,7 +126,8 @@ def _drafting(raw: Mapping[str, Any]) -> Drafting | None:
 
 def _run_load(request: LoadRequest, _report: Report) -> LoadResult:
     from vllm.benchmarks.serve import add_cli_args, main
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from leadout.engine.vllm_adapter import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     add_cli_args(parser)

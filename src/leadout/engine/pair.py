@@ -8,12 +8,17 @@ from typing import Any
 
 from vllm.config import replace, set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
-from vllm.v1.attention.selector import get_attn_backend
 
 from leadout.checkpoints import Checkpoint, UnsupportedCheckpointError, read_checkpoint
 from leadout.dflash.config import DrafterConfig
-from leadout.engine.vllm_adapter import draft_folder, model_runner
+from leadout.engine.vllm_adapter import (
+    ATTENTION_CHECK,
+    dflash_layer_causal,
+    draft_folder,
+    get_attn_backend,
+    is_usable,
+    model_runner,
+)
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.findings import Finding, Severity
 from leadout.models import is_left_to_vllm
@@ -71,10 +76,11 @@ def pair_of(vllm_config: Any) -> Pair:
     checkpoint = read_checkpoint(draft_folder(vllm_config), as_served=True)
     pair = planned_pair(vllm_config, checkpoint, speculation.num_speculative_tokens)
     assert pair.settings is not None
+    if not is_usable(ATTENTION_CHECK):
+        return pair
     backend_name, takes_non_causal = _draft_attention_backend(vllm_config, checkpoint.config)
     causal = [
-        _dflash_layer_causal(draft.hf_config, layer)
-        for layer in range(checkpoint.config.num_layers)
+        dflash_layer_causal(draft.hf_config, layer) for layer in range(checkpoint.config.num_layers)
     ]
     settings = replace_fields(
         pair.settings,

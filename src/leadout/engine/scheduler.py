@@ -23,8 +23,6 @@ from typing import Any
 import vllm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from leadout.control.policy import Policy
 from leadout.control.tuned_file import read_tuned
@@ -42,7 +40,18 @@ from leadout.engine.settings import (
     restore_draft_table,
     sections_of,
 )
-from leadout.engine.vllm_adapter import engine_index, is_dflash, is_supported
+from leadout.engine.vllm_adapter import (
+    CAPTURE_OF_TRAFFIC,
+    LIVE_CONTROL,
+    ROLLOUT,
+    SAMPLING_WORKAROUND,
+    AsyncScheduler,
+    Scheduler,
+    engine_index,
+    is_dflash,
+    is_supported,
+    is_usable,
+)
 
 logger = init_logger("vllm.leadout")
 
@@ -64,18 +73,23 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
         return base
     if LIVE in sections and _supports_live_control(vllm_config):
         base = LiveAsyncScheduler if is_async else LiveScheduler
-    if current_platform.is_cpu() and is_dflash(vllm_config):
+    if current_platform.is_cpu() and is_dflash(vllm_config) and is_usable(SAMPLING_WORKAROUND):
         if base is Scheduler:
             base = CpuSamplingWorkaround
         else:
             base = type(base.__name__, (base, CpuSamplingWorkaround), {})
-    features: dict[str, type[Any]] = {CAPTURE: CaptureMixin, REGISTRY: RolloutMixin}
-    mixins = [mixin for name, mixin in features.items() if name in sections]
+    features: dict[str, tuple[type[Any], str]] = {
+        CAPTURE: (CaptureMixin, CAPTURE_OF_TRAFFIC),
+        REGISTRY: (RolloutMixin, ROLLOUT),
+    }
+    mixins = [
+        mixin for name, (mixin, part) in features.items() if name in sections and is_usable(part)
+    ]
     return type(f"Leadout{base.__name__}", (*mixins, base), {}) if mixins else base
 
 
 def _supports_live_control(vllm_config: Any) -> bool:
-    if not is_dflash(vllm_config):
+    if not is_dflash(vllm_config) or not is_usable(LIVE_CONTROL):
         return False
     replicas = vllm_config.parallel_config.data_parallel_size
     if replicas > 1:

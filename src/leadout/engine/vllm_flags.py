@@ -43,8 +43,7 @@ def parse(target: str, flags: Sequence[str]) -> Any:
     vLLM accepts any unambiguous beginning of its flags. Leadout does not: `--live-m` is more
     likely a misspelt flag of Leadout's than an abbreviation.
     """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from leadout.engine.vllm_adapter import FlexibleArgumentParser, make_arg_parser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
