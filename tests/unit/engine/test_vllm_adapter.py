@@ -76,7 +76,7 @@ def test_the_installed_vllm_is_as_expected(
     assert leadout_log == []
 
 
-@pytest.mark.parametrize(("part", "internal"), TABLE, ids=lambda value: str(value))
+@pytest.mark.parametrize(("part", "internal"), TABLE, ids=str)
 def test_a_change_switches_off_what_relies_on_it(
     part: str,
     internal: Internal,
