@@ -82,7 +82,7 @@ class _TorchFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[Any, Any] = {}
 
     def read(self) -> Any:
         try:
@@ -117,7 +117,7 @@ class _TorchFile:
             elif name == "EMPTY_DICT":
                 stack.append({})
             elif name == "GLOBAL":
-                stack.append(_Name(argument))
+                stack.append(_Name(str(argument)))
             elif name == "STACK_GLOBAL":
                 module, member = self._popped(2)
                 stack.append(_Name(f"{module} {member}"))
