@@ -26,7 +26,7 @@ from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import Follower, ServingDrafter, served_requests_file
 from leadout.engine.settings import followed_registry, version_of_drafter
-from leadout.engine.vllm_adapter import ROLLOUT, is_usable
+from leadout.engine.vllm_adapter import ROLLOUT, engine_count, is_usable
 
 logger = logging.getLogger("vllm.leadout")
 
@@ -73,8 +73,8 @@ class AdminPlugin:
         drafter = ServingDrafter(
             registry,
             registry.manifest(version),
-            Swapper(engine_client),
-            served_requests_file(config),
+            Swapper(engine_client, engine_count(config)),
+            [served_requests_file(config, engine) for engine in range(engine_count(config))],
             drafts_whole_blocks=speculation.num_speculative_tokens == max_draft_tokens,
         )
         state.leadout_drafter = drafter

@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 from leadout.checkpoints import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import followed_registry
-from leadout.engine.vllm_adapter import target_folder
+from leadout.engine.vllm_adapter import call_workers, target_folder
 from leadout.errors import LeadoutError
 from leadout.models import fingerprint
 from leadout.registry import Registry
@@ -66,8 +66,12 @@ class Swapped:
 class Swapper:
     """Swaps the drafter through vLLM's engine client."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, engines: int = 1) -> None:
+        """`engines` of a server with data parallelism swap together."""
+        self._engine, self._engines = engine, engines
+
+    async def _call(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return await call_workers(self._engine, self._engines, method, args)
 
     async def swap(self, version: int, current: int) -> Swapped:
         """Replace version `current` by `version`; SwapRefusedError if nothing has changed."""
@@ -75,27 +79,27 @@ class Swapper:
         try:
             await self._read(version, current)
             read_seconds = time.monotonic() - started
-            results = await self._engine.collective_rpc("leadout_commit", args=(version,))
+            results = await self._call("leadout_commit", (version,))
             errors = _errors(results)
             if errors:
-                undone = _errors(await self._engine.collective_rpc("leadout_undo"))
+                undone = _errors(await self._call("leadout_undo"))
                 if undone:
                     raise SwapFailedError(
                         f"the previous drafter could not be loaded again: {undone[0]}"
                     )
                 raise SwapRefusedError(f"version {version} could not be loaded: {errors[0]}")
         finally:
-            await self._engine.collective_rpc("leadout_end")
+            await self._call("leadout_end")
         at = time.time()
         emptied = await self._engine.reset_prefix_cache()
         pause = max(result["seconds"] for result in results)
         return Swapped(len(results), read_seconds, pause, bool(emptied), at)
 
     async def _read(self, version: int, current: int) -> None:
-        await self._engine.collective_rpc("leadout_begin", args=(version, current))
+        await self._call("leadout_begin", (version, current))
         deadline = time.monotonic() + MAX_READ_SECONDS
         while True:
-            states = await self._engine.collective_rpc("leadout_state")
+            states = await self._call("leadout_state")
             errors = _errors(states)
             if errors:
                 raise SwapRefusedError(errors[0])

@@ -308,18 +308,20 @@ def engine_index(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
-def engine_indexes(vllm_config: Any) -> range:
-    """The numbers of all engines of a server, as its API process sees them."""
-    return range(vllm_config.parallel_config.data_parallel_size)
+def engine_count(vllm_config: Any) -> int:
+    """The number of engines of a server, as its API process sees them."""
+    return int(vllm_config.parallel_config.data_parallel_size)
 
 
-async def call_workers(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+async def call_workers(
+    engine: Any, engines: int, method: str, args: tuple[Any, ...] = ()
+) -> list[Any]:
     """The results of a worker's method on all workers of all engines of an engine client.
 
     With several engines vLLM's own `collective_rpc` calls all workers, but returns the results of
     the first engine only.
     """
-    if len(engine_indexes(engine.vllm_config)) == 1:
+    if engines == 1:
         results: list[Any] = await engine.collective_rpc(method, args=args)
         return results
     by_engine = await engine.engine_core.call_utility_all_async(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ from leadout.engine.vllm_adapter import (
     ROLLOUT,
     SAMPLING_WORKAROUND,
     Internal,
+    call_workers,
     changes,
     is_supported,
     is_usable,
@@ -112,6 +114,28 @@ def test_objects_come_from_vllm_on_demand() -> None:
     assert vllm_adapter.Scheduler is Scheduler
     with pytest.raises(AttributeError, match="no attribute 'Scheduler2'"):
         vllm_adapter.__getattr__("Scheduler2")  # type: ignore[attr-defined]
+
+
+class TwoEngines:
+    """Stands for the client of a server with two ranks, of which each has one worker."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
+        return [f"first {method}{args}"]
+
+    async def call_utility_all_async(self, utility: str, *arguments: Any) -> list[list[str]]:
+        method, timeout, args, keywords = arguments
+        assert (utility, timeout, keywords) == ("collective_rpc", None, None)
+        return [[f"first {method}{args}"], [f"second {method}{args}"]]
+
+
+def test_the_workers_of_all_engines_answer() -> None:
+    alone = asyncio.run(call_workers(TwoEngines(), 1, "begin", (3,)))
+    assert alone == ["first begin(3,)"]
+    both = asyncio.run(call_workers(TwoEngines(), 2, "begin", (3,)))
+    assert both == ["first begin(3,)", "second begin(3,)"]
 
 
 PUBLIC = {
