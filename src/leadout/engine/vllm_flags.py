@@ -159,7 +159,9 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
     sections = features.sections()
     if not sections:
         return []
-    _require_default(f"--{next(iter(sections))}", parsed, "scheduler_cls")
+    first = next(iter(sections))
+    feature = "--tuned" if first == DRAFT_TABLE else f"--{first}"
+    _require_default(feature, parsed, "scheduler_cls")
     additional = dict(parsed.additional_config or {})
     for name, settings in sections.items():
         additional = with_section(additional, name, settings)
