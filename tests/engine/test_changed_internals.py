@@ -74,8 +74,8 @@ def test_the_engine_serves_without_the_parts(changed_internals: None, tmp_path: 
     )
     core = llm.llm_engine.engine_core.engine_core
     assert type(core.scheduler) is Scheduler
-    draft = core.model_executor.driver_worker.worker.get_draft_model()
-    assert type(draft).__name__ == "DFlashQwen3ForCausalLM"
+    (name,) = llm.collective_rpc(lambda worker: type(worker.get_draft_model()).__name__)
+    assert name == "DFlashQwen3ForCausalLM"
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": [5, 9, 2]}], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 8
