@@ -28,7 +28,7 @@ from common import provenance, tokens_per_second
 from leadout.checkpoints import read_checkpoint
 
 CLASSES = {
-    "leadout": "leadout.engine.draft_model:LeadoutDFlashForCausalLM",
+    "leadout": "leadout.engine.draft_model:ServedDrafter",
     "stock": "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM",
 }
 PROMPTS_AT = {1: 1, 8: 8}  # prompts of a turn, by concurrency

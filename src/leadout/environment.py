@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from leadout.console import facts_table, table
-from leadout.engine.vllm_adapter import SUPPORTED, EngineFacts, probe_engine
+from leadout.engine.installation import EngineFacts, probe_engine
+from leadout.engine.vllm_adapter import SUPPORTED
 from leadout.version import __version__, installed_version
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")

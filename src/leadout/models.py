@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from leadout.errors import LeadoutError
 
-# Configuration and weights, tokenizers and chat templates.
-_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+# Configuration and weights, tokenizers and chat templates, a drafter's trained mask embedding.
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "mask_embedding.pt")
 _CACHED = "models--"
 
 
@@ -16,10 +17,17 @@ class ModelNotFoundError(LeadoutError):
     """A name that is neither a local folder nor a model on the hub or in its cache."""
 
 
-def local_folder(name: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+def local_folder(
+    name: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    config_only: bool = False,
+) -> Path:
     """The folder of a model, downloaded from the hub if necessary.
 
-    `config_only` does not download the weights.
+    `revision` and `download_dir` are vLLM's; with the same values vLLM finds the files that were
+    downloaded here, and the other way round. `config_only` does not download the weights.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -40,7 +48,16 @@ def local_folder(name: str, revision: str | None = None, *, config_only: bool = 
 
     patterns = ["*.json"] if config_only else [*_MODEL_FILES]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=patterns,
+                # Some models have the same weights again in another format in a subfolder.
+                ignore_patterns=["*/*"],
+            )
+        )
     except RepositoryNotFoundError as problem:
         raise ModelNotFoundError(
             f"{name} is neither a local folder nor a model on the Hugging Face hub that you can "
@@ -53,6 +70,14 @@ def local_folder(name: str, revision: str | None = None, *, config_only: bool = 
             f"downloaded: {reason}. Check the name, the network and HF_HUB_OFFLINE, or run "
             f"`hf download {name}` first."
         ) from problem
+
+
+def is_left_to_vllm(name: str) -> bool:
+    """Whether only vLLM can fetch this model: from an object store or ModelScope, or as GGUF."""
+    if "://" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return not Path(name).is_dir()
+    # A file, or NAME:QUANTIZATION for a file in a repository of the hub.
+    return name.lower().endswith(".gguf") or ("gguf" in name.lower() and ":" in name)
 
 
 def hub_name(name: str) -> str | None:

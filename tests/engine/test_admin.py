@@ -46,7 +46,7 @@ def client(
         registry,
         registry.manifest(1),
         Swapper(engine),
-        tmp_path / "numbers.json",
+        [tmp_path / "numbers.json"],
         drafts_whole_blocks=True,
     )
     return TestClient(app)

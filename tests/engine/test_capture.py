@@ -115,7 +115,7 @@ def test_all_parts_work_in_one_scheduler(engine: Any, registry: Registry, tmp_pa
         said = asked(llm)
         hot = asked(llm, temperature=0.8)
         scheduler._capture.close()
-        served_path = served_requests_file(llm.llm_engine.vllm_config)
+        served_path = served_requests_file(llm.llm_engine.vllm_config, 0)
         served = read_small(served_path, ServedRequests)
         assert scheduler._control is not None  # no error switched it off; shutdown does
     kept = kept_in(tmp_path)

@@ -80,8 +80,6 @@ def test_conflicting_flags_are_refused(registry: Registry, target: Path, tmp_pat
     ours = {"registry": registry.folder}
     with pytest.raises(SettingsError, match="--registry cannot be combined with the drafter x"):
         plan_of(target, draft="x", **ours)
-    with pytest.raises(SettingsError, match="--registry requires --data-parallel-size 1, got 2"):
-        plan_of(target, "--data-parallel-size", "2", **ours)
     with pytest.raises(SettingsError, match=r"--registry cannot be .* --worker-extension-cls a\.b"):
         plan_of(target, "--worker-extension-cls", "a.b", **ours)
     with pytest.raises(SettingsError, match=r"--registry cannot be .* --scheduler-cls a\.b"):

@@ -31,6 +31,7 @@ CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
 # On this machine's engine, and not only in another's.
 HERE = [fault for fault in FAULTS if not fault.engine_facts]
 WARNINGS = {"vocabulary-padding", "verifier", "rope", "partial-rotary", "logit-scaling"}
+WARNINGS |= {"dtype", "batched-tokens"}
 REFUSED = [f for f in HERE if f.rule not in WARNINGS and not f.is_corrected]
 STARTED = {"missing-down-proj", "nan-weight", "tap-beyond-target", "taps-reversed"}
 STARTED |= {"mask-beyond-target", "short-positions", "two-thirds-of-the-vocabulary"}

@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 
 from leadout.control.tuned_file import Model, Tuned, TunedFileError, write_tuned
-from leadout.engine.serve_plan import (
-    NOTHING_TO_DRAFT,
-    Plan,
-    make_plan,
-    table_up_to,
-    tuned_speculation,
-)
+from leadout.engine.serve_plan import Plan, make_plan
 from leadout.engine.settings import ServeSettings
+from leadout.engine.tuned_plan import NOTHING_TO_DRAFT, table_up_to, tuned_speculation
 from leadout.models import ModelNotFoundError, fingerprint
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
@@ -167,11 +162,10 @@ def test_differences_from_the_measured_machine_are_noted(
     assert "measured with dtype float32, now bfloat16" in notes
 
 
-def config_of(*, sequences: int = 16, v2: bool = False, parallel: int = 1) -> Any:
+def config_of(*, sequences: int = 16, v2: bool = False) -> Any:
     """Of a server that this machine may not be able to run."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=sequences),
-        parallel_config=SimpleNamespace(data_parallel_size=parallel),
         use_v2_model_runner=v2,
     )
 
@@ -189,11 +183,9 @@ def test_the_v2_runner_goes_on_drafting_what_was_measured() -> None:
     }
 
 
-def test_one_length_needs_no_table_and_data_parallel_servers_take_none() -> None:
+def test_one_length_needs_no_table() -> None:
     tuned = a_tuning(GOOD).model_copy(update={"table": [(1, 16, 2)]})
     assert tuned_speculation(tuned, config_of()) == {"num_speculative_tokens": 2}
-    with pytest.raises(SettingsError, match="requires --data-parallel-size 1, got 2"):
-        tuned_speculation(tuned, config_of(parallel=2))
 
 
 def test_a_smaller_server_takes_only_its_rows() -> None:

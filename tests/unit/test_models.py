@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from leadout.models import ModelNotFoundError, fingerprint, local_folder
+from leadout.models import ModelNotFoundError, fingerprint, is_left_to_vllm, local_folder
 
 REQUEST = httpx.Request("GET", "https://huggingface.co")
 
@@ -53,6 +53,40 @@ def test_a_hub_model_comes_with_tokenizer_and_template(
         assert fetched(patterns, file), file
     for file in ("pytorch_model.bin", "modeling_tiny.py", "model.gguf", "training_args.pt"):
         assert not fetched(patterns, file), file
+
+
+def test_the_same_files_as_vllms_are_downloaded(asked: list[dict[str, Any]]) -> None:
+    local_folder("acme/tiny", "v2", "/models")
+    assert asked[0]["revision"] == "v2"
+    assert asked[0]["cache_dir"] == "/models"
+    # Weights in a subfolder are a second copy in another format.
+    for file in ("original/model.safetensors", "metal/config.json"):
+        assert fetched(asked[0]["ignore_patterns"], file), file
+    assert not fetched(asked[0]["ignore_patterns"], "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("s3://bucket/model", True),
+        ("gs://bucket/model", True),
+        ("/models/tiny.Q4_K_M.gguf", True),
+        ("acme/tiny-GGUF:Q4_K_M", True),
+        ("acme/tiny", False),
+        ("/models/tiny-gguf", False),
+    ],
+)
+def test_what_only_vllm_can_fetch(name: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_MODELSCOPE", raising=False)
+    assert is_left_to_vllm(name) is left
+
+
+def test_names_on_modelscope_are_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert is_left_to_vllm("acme/tiny")
+    assert not is_left_to_vllm(str(tmp_path))
 
 
 def test_a_config_alone_leaves_the_weights(asked: list[dict[str, Any]]) -> None:

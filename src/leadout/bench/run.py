@@ -26,8 +26,8 @@ from leadout.bench.turns import choose_turns, in_slices, in_waves, started, warm
 from leadout.checkpoints import read_checkpoint
 from leadout.console import Progress
 from leadout.control.tuned_file import Tuned, read_tuned
+from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadRequest, LoadResult
-from leadout.engine.vllm_adapter import installed_distribution
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, last_part, local_folder
@@ -76,7 +76,8 @@ def prepare(settings: BenchSettings) -> Bench:
     target = local_folder(settings.target, config_only=True)
     folders = {draft: local_folder(draft) for draft in dict.fromkeys(settings.draft)}
     max_draft_tokens = {
-        draft: read_checkpoint(folder).config.max_draft_tokens for draft, folder in folders.items()
+        draft: read_checkpoint(folder, as_served=True).config.max_draft_tokens
+        for draft, folder in folders.items()
     }
     tuned = None if settings.tuned is None else read_tuned(settings.tuned)
     fingerprints = {draft: fingerprint(folder) for draft, folder in folders.items()}

@@ -20,7 +20,8 @@ from leadout.checkpoints import (
     UnsupportedCheckpointError,
     read_checkpoint,
 )
-from leadout.engine.vllm_adapter import SUPPORTED, installed_distribution, is_supported
+from leadout.engine.installation import installed_distribution
+from leadout.engine.vllm_adapter import SUPPORTED, is_supported
 from leadout.environment import known_problems
 from leadout.findings import Finding, Severity, error, finding, note, warning
 from leadout.models import fingerprint

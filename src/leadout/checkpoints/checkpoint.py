@@ -15,7 +15,8 @@ from torch import Tensor
 from leadout.checkpoints import speculators, zlab
 from leadout.checkpoints.config_fields import JsonObject, naming_the_file, read_json_object
 from leadout.checkpoints.decoder_config import FILE_NAMES, describe_rope
-from leadout.checkpoints.errors import MISSING, CheckpointError
+from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
+from leadout.checkpoints.mask_embedding import MASK_EMBEDDING, read_mask_embedding
 from leadout.checkpoints.store import (
     CONFIG,
     list_tensors,
@@ -30,13 +31,14 @@ from leadout.checkpoints.tensors import (
     VERIFIER_COPIES,
     Inventory,
     by_drafter_name,
+    inventory_left_to_vllm,
     require_finite,
     require_vocabulary,
     require_weights,
     take_inventory,
     target_marks,
 )
-from leadout.checkpoints.unsupported import refuse_unsupported
+from leadout.checkpoints.unsupported import TRAINED_MASK, refuse_unsupported, unsupported
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.drafter import Drafter
 from leadout.errors import printable
@@ -56,14 +58,19 @@ class Checkpoint:
     tensors: Inventory
     notes: tuple[str, ...]  # how other readers differ on this file
     kept: JsonObject  # unknown fields that do not affect the computation
+    left_to_vllm: tuple[str, ...] = ()  # features that vLLM computes and `Drafter` does not
 
 
-def read_checkpoint(path: Path | str) -> Checkpoint:
-    """Read a checkpoint's config and tensor headers and check them against each other."""
+def read_checkpoint(path: Path | str, *, as_served: bool = False) -> Checkpoint:
+    """Read a checkpoint's config and tensor headers and check them against each other.
+
+    `as_served` also accepts drafters that vLLM can serve but `Drafter` cannot compute, such as
+    quantized ones. The tensors of these are not checked.
+    """
     folder = Path(path)
     config_path = folder / CONFIG
     config = read_config(folder)
-    refuse_unsupported(config, config_path)
+    left_to_vllm = refuse_unsupported(config, config_path, as_served=as_served)
     found: Format = "speculators" if speculators.matches(config) else "zlab"
     if found == "zlab" and not zlab.matches(config):
         raise CheckpointError(
@@ -73,12 +80,22 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
             f"{zlab.ARCHITECTURE}, or a speculators_model_type",
             "This is not a DFlash drafter. Check the path; are target and drafter swapped?",
         )
-    named = by_drafter_name(list_tensors(folder), folder)
+    named, features = by_drafter_name(list_tensors(folder), folder, as_served=as_served)
+    left_to_vllm |= features
     if found == "speculators":
         reading, ignorable = speculators.read(config, named, config_path), VERIFIER_COPIES
     else:
         reading, ignorable = zlab.read(config, config_path), frozenset()
-    inventory = take_inventory(named, reading.config, folder, ignorable)
+    if left_to_vllm:
+        inventory = inventory_left_to_vllm(named, reading.config, folder)
+    else:
+        inventory = take_inventory(named, reading.config, folder, ignorable)
+    if (folder / MASK_EMBEDDING).exists():
+        if not as_served:
+            what = Phrase("is a trained mask embedding")
+            raise unsupported(folder, MASK_EMBEDDING, what, TRAINED_MASK)
+        read_mask_embedding(folder, reading.config.mask_token_id, reading.config.hidden_size)
+        left_to_vllm.add(TRAINED_MASK)
     return Checkpoint(
         path=folder,
         format=found,
@@ -88,6 +105,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         tensors=inventory,
         notes=reading.notes + inventory.notes,
         kept=reading.kept,
+        left_to_vllm=tuple(sorted(left_to_vllm)),
     )
 
 

@@ -31,7 +31,6 @@ from leadout.files import replacing, write_text
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MASK_EMBEDDING = "mask_embedding.pt"
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _MAX_SHARDS = 1000
 
@@ -56,7 +55,7 @@ def read_config(folder: Path) -> JsonObject:
             f"a local folder with {CONFIG} and {WEIGHTS}",
             "Check the path; `hf download NAME` fetches a checkpoint from the Hugging Face hub.",
         )
-    return read_json_object(_regular_file(folder, CONFIG))
+    return read_json_object(regular_file(folder, CONFIG))
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:
@@ -64,11 +63,11 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
     _refuse_pickled_weights(folder)
     if not (folder / INDEX).exists():
         _refuse_stray_weights(folder, {WEIGHTS})
-        return _read_header(_regular_file(folder, WEIGHTS))
+        return _read_header(regular_file(folder, WEIGHTS))
     shard_of = _read_index(folder)
     shards = sorted(set(shard_of.values()))
     _refuse_stray_weights(folder, set(shards))
-    tensors = [tensor for shard in shards for tensor in _read_header(_regular_file(folder, shard))]
+    tensors = [tensor for shard in shards for tensor in _read_header(regular_file(folder, shard))]
     found = {(tensor.name, tensor.file.name) for tensor in tensors}
     indexed = set(shard_of.items())
     if found != indexed:
@@ -117,7 +116,8 @@ def refuse_existing(folder: Path) -> None:
         )
 
 
-def _regular_file(folder: Path, name: str) -> Path:
+def regular_file(folder: Path, name: str) -> Path:
+    """A file of the folder; links that lead elsewhere, pipes and devices are refused."""
     path = folder / name
     try:
         mode = path.stat().st_mode
@@ -141,14 +141,6 @@ def _regular_file(folder: Path, name: str) -> Path:
 
 
 def _refuse_pickled_weights(folder: Path) -> None:
-    if (folder / MASK_EMBEDDING).exists():
-        raise UnsupportedCheckpointError(
-            folder,
-            MASK_EMBEDDING,
-            Phrase("is a trained mask embedding in a pickle file"),
-            "a drafter that uses the mask token's row of the target's embedding",
-            "Leadout does not support trained mask embeddings and never opens pickle files.",
-        )
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return  # no reader opens pickles next to safetensors
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
@@ -175,7 +167,7 @@ def _refuse_stray_weights(folder: Path, known: set[str]) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    path = _regular_file(folder, INDEX)
+    path = regular_file(folder, INDEX)
     shard_of = read_json_object(path).get("weight_map", MISSING)
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from leadout.checkpoints.errors import MISSING, CheckpointError, Phrase
 from leadout.checkpoints.store import StoredTensor
-from leadout.checkpoints.unsupported import unsupported, unsupported_tensor
+from leadout.checkpoints.unsupported import (
+    is_served_by_vllm,
+    unsupported,
+    unsupported_tensor,
+)
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 
@@ -44,18 +48,26 @@ class Inventory:
         return sum(map(math.prod, shapes))
 
 
-def by_drafter_name(tensors: Iterable[StoredTensor], path: Path) -> dict[str, StoredTensor]:
-    """The tensors by their names in `Drafter`, without the prefix that some tools add."""
+def by_drafter_name(
+    tensors: Iterable[StoredTensor], path: Path, *, as_served: bool = False
+) -> tuple[dict[str, StoredTensor], set[str]]:
+    """The tensors by their names in `Drafter`, without the prefix that some tools add.
+
+    Also the features of some of them that Leadout does not implement but, `as_served`, vLLM does.
+    """
     named: dict[str, StoredTensor] = {}
+    left_to_vllm: set[str] = set()
     for tensor in tensors:
         what = unsupported_tensor(tensor.name)
         if what is not None:
-            raise unsupported(path, tensor.name, Phrase("is in the weights"), what)
+            if not (as_served and is_served_by_vllm(what)):
+                raise unsupported(path, tensor.name, Phrase("is in the weights"), what)
+            left_to_vllm.add(what)
         name = tensor.name.removeprefix(_PREFIX)
         if name in named:
             raise CheckpointError(path, name, Phrase("is stored twice"), "every tensor once")
         named[name] = tensor
-    return named
+    return named, left_to_vllm
 
 
 def take_inventory(
@@ -81,6 +93,18 @@ def take_inventory(
             sizes[_WEIGHT_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
     dtype = sizes.most_common(1)[0][0]
     return Inventory(known, target_to_draft, dtype, tuple(_notes(known, sizes, dtype)))
+
+
+def inventory_left_to_vllm(
+    named: Mapping[str, StoredTensor], config: DrafterConfig, path: Path
+) -> Inventory:
+    """The tensors of a drafter that only vLLM computes: their names and shapes are its own."""
+    _require_layer_count(named, config, path)
+    sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
+    for tensor in named.values():
+        if tensor.dtype in _WEIGHT_DTYPES:
+            sizes[_WEIGHT_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
+    return Inventory(dict(named), None, sizes.most_common(1)[0][0], ())
 
 
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -118,7 +142,10 @@ def require_weights(tensors: Mapping[str, Tensor], config: DrafterConfig, path: 
 
 
 def require_finite(name: str, tensor: Tensor, path: Path) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    # Types of one byte have no infinity, and most devices cannot compare them.
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return
+    if not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())
         raise CheckpointError(
             path,

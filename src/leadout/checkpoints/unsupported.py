@@ -1,7 +1,12 @@
-"""Recognises checkpoints of DFlash's successors and relatives, which Leadout does not implement."""
+"""Recognises checkpoints of DFlash's successors and relatives, which Leadout does not implement.
+
+Some of them vLLM's DFlash class computes itself, such as quantized weights and attention sinks:
+those can be served, but not trained or compared with the reference.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from leadout.checkpoints.config_fields import JsonObject
@@ -14,6 +19,16 @@ _MUSE = "a Muse Glimmer assistant, which has its own tensor names and embedding 
 _EAGLE = "EAGLE, which drafts one token after another"
 _SINKS = "attention sinks"
 _QUANTIZED = "a quantized drafter"
+_VALUE_SCALE = "scaled attention values"
+_LOGIT_SCALE = "scaled logits, which vLLM applies and z-lab's code does not"
+_FUSED_ATTENTION = "fused query, key and value projections"
+_FUSED_MLP = "fused gate and up projections"
+TRAINED_MASK = "a trained mask embedding"
+
+# What vLLM 0.32 computes for a drafter that has it.
+_SERVED_BY_VLLM = frozenset(
+    {_QUANTIZED, _SINKS, _VALUE_SCALE, _LOGIT_SCALE, _FUSED_ATTENTION, _FUSED_MLP}
+)
 
 # By a part of the architecture's name; the first match counts.
 _ARCHITECTURES = {
@@ -54,13 +69,13 @@ _FEATURES: dict[str, tuple[object, ...]] = {
     "attention_sink_bias": (_SINKS, False),
     "add_swa_attention_sink_bias": (_SINKS, False),
     "add_full_attention_sink_bias": (_SINKS, False),
-    "attention_value_scale": ("scaled attention values", 1, 1.0),
+    "attention_value_scale": (_VALUE_SCALE, 1, 1.0),
     "hc_mult": ("a target with several residual streams (hyper-connections)", 1),
     "gating": ("gated attention heads", False),
     "is_neox_style": ("interleaved rotary embedding", True),
     "rope_is_neox_style": ("interleaved rotary embedding", True),
     "use_aux_hidden_state": ("a drafter without tapped target layers", True),
-    "logit_scale": ("scaled logits, which vLLM applies and z-lab's code does not", 1, 1.0),
+    "logit_scale": (_LOGIT_SCALE, 1, 1.0),
     "hidden_act": ("an activation other than SiLU", "silu"),
     "eagle_config": (_EAGLE, {}),
     "per_layer_config": ("layers of different sizes", {}),
@@ -76,15 +91,18 @@ _TENSORS = {
     _MUSE: ("encoder.",),
     _EAGLE: ("midlayer.",),
     _SINKS: ("attention_sink_bias",),
-    "a trained mask embedding": ("mask_hidden", "mask_embedding"),
-    "fused query, key and value projections": ("qkv_proj",),
-    "fused gate and up projections": ("gate_up_proj",),
+    TRAINED_MASK: ("mask_hidden", "mask_embedding"),
+    _FUSED_ATTENTION: ("qkv_proj",),
+    _FUSED_MLP: ("gate_up_proj",),
     _QUANTIZED: ("weight_scale", "weight_packed", ".scales", ".biases", "qweight"),
 }
 
 
-def refuse_unsupported(config: JsonObject, path: Path) -> None:
-    """Refuse a config with the architecture, type or fields of another kind of drafter."""
+def refuse_unsupported(config: JsonObject, path: Path, *, as_served: bool = False) -> set[str]:
+    """Refuse a config with the architecture, type or fields of another kind of drafter.
+
+    `as_served` returns what vLLM computes although Leadout does not, instead of refusing it.
+    """
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         for piece, what in _ARCHITECTURES.items():
@@ -93,11 +111,15 @@ def refuse_unsupported(config: JsonObject, path: Path) -> None:
     kind = config.get("speculators_model_type")
     if isinstance(kind, str) and kind in _SPECULATORS_TYPES:
         raise unsupported(path, "speculators_model_type", kind, _SPECULATORS_TYPES[kind])
-    _refuse_features(config, path, "")
-    for section in ("dflash_config", "transformer_layer_config"):
-        fields = config.get(section)
-        if isinstance(fields, dict):
-            _refuse_features(fields, path, f"{section}.")
+    left_to_vllm: set[str] = set()
+    sections: dict[str, object] = {"": config}
+    sections |= {f"{s}.": config.get(s) for s in ("dflash_config", "transformer_layer_config")}
+    for prefix, fields in sections.items():
+        for name, value, what in _features(fields if isinstance(fields, dict) else {}):
+            if not (as_served and what in _SERVED_BY_VLLM):
+                raise unsupported(path, prefix + name, value, what)
+            left_to_vllm.add(what)
+    return left_to_vllm
 
 
 def without_features(section: JsonObject) -> JsonObject:
@@ -110,6 +132,10 @@ def unsupported_tensor(name: str) -> str | None:
     return next((what for what, parts in _TENSORS.items() if any(p in name for p in parts)), None)
 
 
+def is_served_by_vllm(what: str) -> bool:
+    return what in _SERVED_BY_VLLM
+
+
 def unsupported(path: Path, field: str, found: object, what: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         path,
@@ -120,10 +146,11 @@ def unsupported(path: Path, field: str, found: object, what: str) -> Unsupported
     )
 
 
-def _refuse_features(section: JsonObject, path: Path, prefix: str) -> None:
+def _features(section: JsonObject) -> Iterator[tuple[str, object, str]]:
+    """Fields of other drafters that are not disabled: name, value, and what it is."""
     for name, (what, *harmless) in _FEATURES.items():
         value = section.get(name)
         # 1 == True, but a flag in place of a number is not harmless.
         disabled = any(value == other and type(value) is type(other) for other in harmless)
         if value is not None and not disabled:
-            raise unsupported(path, prefix + name, value, str(what))
+            yield name, value, str(what)

@@ -45,6 +45,10 @@ class Tally(BaseModel):
             steps_by_tokens=self.steps_by_tokens + steps * tokens,
         )
 
+    def __add__(self, other: Tally) -> Tally:
+        both = zip(dict(self).items(), dict(other).values(), strict=True)
+        return Tally(**{name: one + two for (name, one), two in both})
+
     @property
     def acceptance_length(self) -> float | None:
         return self.tokens / self.steps if self.steps else None

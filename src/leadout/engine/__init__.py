@@ -15,6 +15,8 @@ Inside vLLM's processes
 Starting a server
 - `settings`: of `leadout serve`, and of the features above in vLLM's `additional_config`
 - `serve_plan`: from `leadout serve` to the command of a vLLM server
+- `tuned_plan`: what a file of `leadout tune` becomes in it
+- `cuda_graphs`: up to how many requests full CUDA graphs are captured
 - `vllm_flags`: parses the user's vLLM flags, makes those of Leadout's features
 - `pair`: applies the pairing rules to a vLLM config
 - `server`: a vLLM server as a context manager
@@ -25,5 +27,8 @@ Engines for other commands
 - `draft_recorder`: records the tensors of a running drafter
 - `calibration`: step times with and without drafts, for `leadout tune`
 - `load_test`: load tests of a server, for `leadout bench`
-- `vllm_adapter`: which vLLM is supported, and what is installed
+- `installation`: which vLLM is installed, and whether it works
+
+For all of these
+- `vllm_adapter`: vLLM's internals in use, and the check that they are as expected
 """

@@ -26,6 +26,7 @@ from leadout.engine.hot_swap import SwapFailedError, Swapper, SwapRefusedError
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import Follower, ServingDrafter, served_requests_file
 from leadout.engine.settings import followed_registry, version_of_drafter
+from leadout.engine.vllm_adapter import ROLLOUT, engine_count, is_usable
 
 logger = logging.getLogger("vllm.leadout")
 
@@ -57,7 +58,7 @@ class AdminPlugin:
             return
         config = engine_client.vllm_config
         registry = followed_registry(config)
-        if registry is None:
+        if registry is None or not is_usable(ROLLOUT):
             return
         speculation = config.speculative_config
         version = None if speculation is None else version_of_drafter(registry, speculation.model)
@@ -68,12 +69,13 @@ class AdminPlugin:
                 registry.folder,
             )
             return
-        max_draft_tokens = read_checkpoint(registry.path(version)).config.max_draft_tokens
+        checkpoint = read_checkpoint(registry.path(version), as_served=True)
+        max_draft_tokens = checkpoint.config.max_draft_tokens
         drafter = ServingDrafter(
             registry,
             registry.manifest(version),
-            Swapper(engine_client),
-            served_requests_file(config),
+            Swapper(engine_client, engine_count(config)),
+            [served_requests_file(config, engine) for engine in range(engine_count(config))],
             drafts_whole_blocks=speculation.num_speculative_tokens == max_draft_tokens,
         )
         state.leadout_drafter = drafter

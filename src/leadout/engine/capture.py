@@ -18,7 +18,6 @@ from typing import Any
 from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict
-from vllm.v1.request import RequestStatus
 
 from leadout.engine.capture_store import SOURCE, SegmentWriter, info_of_target, sample_id
 from leadout.engine.counters import small_file, write_small
@@ -31,6 +30,7 @@ from leadout.engine.settings import (
     load_redactor,
     read_section,
 )
+from leadout.engine.vllm_adapter import RequestStatus, engine_index, target_folder
 from leadout.shards import Sample, ShardError
 
 REQUEST_ARGUMENT = "leadout_capture"  # in a request's `vllm_xargs`
@@ -169,16 +169,15 @@ def make_capture(vllm_config: Any) -> Capture:
         raise EngineSettingsError("additional_config: leadout.capture.folder is required.")
     writer = SegmentWriter(
         settings.folder,
-        lambda: info_of_target(model),
+        lambda: info_of_target(model, target_folder(vllm_config)),
         max_bytes=settings.max_bytes,
         max_seconds=settings.max_days * 86400,
     )
-    engine = vllm_config.parallel_config.data_parallel_rank
     return Capture(
         writer,
         rate=settings.rate,
         redact=load_redactor(settings.redactor),
-        counters_path=small_file(CAPTURE, vllm_config.instance_id, engine),
+        counters_path=small_file(CAPTURE, vllm_config.instance_id, engine_index(vllm_config)),
     )
 
 

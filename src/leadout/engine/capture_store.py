@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from leadout.files import write_text
-from leadout.models import fingerprint, local_folder
+from leadout.models import fingerprint
 from leadout.shards import Sample, ShardError
 
 INFO = "capture.json"
@@ -44,10 +44,9 @@ class CaptureInfo(BaseModel):
     target_fingerprint: str
 
 
-def info_of_target(model: str) -> CaptureInfo:
+def info_of_target(model: str, folder: Path) -> CaptureInfo:
     return CaptureInfo(
-        target=model.rstrip("/").rpartition("/")[2],
-        target_fingerprint=fingerprint(local_folder(model)),
+        target=model.rstrip("/").rpartition("/")[2], target_fingerprint=fingerprint(folder)
     )
 
 

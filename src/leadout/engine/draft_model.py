@@ -8,21 +8,33 @@ the weights on every load.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import _custom_ops as ops
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.platforms import current_platform
 
 from leadout.checkpoints import Checkpoint, CheckpointError
 from leadout.checkpoints.errors import Phrase
+from leadout.checkpoints.mask_embedding import read_mask_embedding
 from leadout.checkpoints.tensors import by_checked_name
+from leadout.checkpoints.unsupported import TRAINED_MASK
 from leadout.dflash.config import DrafterConfig
+from leadout.engine.child_process import EngineError
 from leadout.engine.pair import require_fit
+from leadout.engine.settings import restore_draft_table
 from leadout.engine.staging import ParameterFormat
+from leadout.engine.vllm_adapter import (
+    DRAFT_CLASS,
+    DFlashQwen3ForCausalLM,
+    DFlashQwen3Model,
+    draft_folder,
+    get_forward_context,
+    is_usable,
+    rms_norm,
+)
+from leadout.models import is_left_to_vllm
 
 # Copies of weights that vLLM makes for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
@@ -79,7 +91,7 @@ class LeadoutDFlashModel(DFlashQwen3Model):  # type: ignore[misc]
             return normed
         normed = torch.empty_like(all_k)
         for layer, weight in enumerate(self._k_norm_weights):
-            ops.rms_norm(normed[layer], all_k[layer], weight, self._rms_norm_eps)
+            rms_norm(normed[layer], all_k[layer], weight, self._rms_norm_eps)
         return normed
 
 
@@ -89,15 +101,26 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     model_cls = LeadoutDFlashModel
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        self._initial_checkpoint: Checkpoint = require_fit(vllm_config)
+        restore_draft_table(vllm_config)  # vLLM captures graphs after it has built the drafter
+        self._initial_checkpoint: Checkpoint | None = require_fit(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        has_files = not is_left_to_vllm(self.draft_model_config.model)
+        self._folder: Path | None = draft_folder(vllm_config) if has_files else None
         # Of the parameters that a checkpoint's tensors are loaded into.
         self.parameter_formats: dict[str, ParameterFormat] = {}
 
     @property
     def drafter_config(self) -> DrafterConfig:
         """The architecture of the engine's drafter, which stays when the weights are replaced."""
-        return self._initial_checkpoint.config
+        checkpoint = self._initial_checkpoint
+        if checkpoint is None:
+            raise EngineError("Leadout does not know the architecture of this drafter.")
+        if checkpoint.left_to_vllm:
+            raise EngineError(
+                f"The drafter in service has {checkpoint.left_to_vllm[0]}, which is left to vLLM, "
+                "so its weights cannot be replaced. Restart the server to serve another version."
+            )
+        return checkpoint.config
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
@@ -115,12 +138,16 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
         return hidden
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Load all tensors of the drafter or none; returns the names of all parameters.
 
-        vLLM's own method returns nothing, which disables vLLM's check for missing weights.
+        vLLM's own method returns nothing, which disables vLLM's check for missing weights. That
+        remains so for a drafter with features that Leadout leaves to vLLM.
         """
         checkpoint = self._initial_checkpoint
+        if checkpoint is None or set(checkpoint.left_to_vllm) - {TRAINED_MASK}:
+            super().load_weights(weights)
+            return None
         tensors = by_checked_name(weights, checkpoint.config, checkpoint.path)
         own = self._parameters_of(tensors)
         if not self.parameter_formats:
@@ -139,8 +166,12 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         # The others are the target's, which vLLM shares once both models are loaded.
         return {name for name, _ in self.named_parameters()}
 
-    def _read_mask_embedding(self) -> None:
-        """Disabled: vLLM would unpickle a `mask_embedding.pt`. Leadout refuses such checkpoints."""
+    def _read_mask_embedding(self) -> Tensor | None:
+        """The trained mask embedding, if any, read as data: vLLM would unpickle the file."""
+        mask_token_id = self.model.mask_token_id
+        if mask_token_id is None or self._folder is None:
+            return None
+        return read_mask_embedding(self._folder, mask_token_id, self.config.hidden_size)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors that have been checked."""
@@ -190,3 +221,15 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
             for parameter in filled.values():
                 parameter.fill_(torch.nan)
         return filled
+
+
+def served_class() -> type[Any]:
+    """The class above, or vLLM's own if what it overrides has changed."""
+    chosen: type[Any] = (
+        LeadoutDFlashForCausalLM if is_usable(DRAFT_CLASS) else DFlashQwen3ForCausalLM
+    )
+    return chosen
+
+
+# What vLLM's registry of models loads.
+ServedDrafter = served_class()

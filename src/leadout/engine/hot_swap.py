@@ -25,8 +25,9 @@ from leadout.checkpoints import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import followed_registry
 from leadout.engine.staging import RuntimeWeights, StagedSwap, runtime_weights, stage
+from leadout.engine.vllm_adapter import call_workers, is_asleep, target_folder
 from leadout.errors import LeadoutError
-from leadout.models import fingerprint, local_folder
+from leadout.models import fingerprint
 from leadout.registry import Registry
 
 logger = logging.getLogger("vllm.leadout")
@@ -71,8 +72,12 @@ class Swapped:
 class Swapper:
     """Swaps the drafter through vLLM's engine client."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, engines: int = 1) -> None:
+        """`engines` of a server with data parallelism swap together."""
+        self._engine, self._engines = engine, engines
+
+    async def _call(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return await call_workers(self._engine, self._engines, method, args)
 
     async def swap(self, version: int) -> Swapped:
         """Replace the drafter by `version`; SwapRefusedError if nothing has changed."""
@@ -81,19 +86,19 @@ class Swapper:
             await self._stage(version)
             read_seconds = time.monotonic() - started
             await self._require_awake(version)
-            results = await self._engine.collective_rpc("leadout_commit", args=(version,))
+            results = await self._call("leadout_commit", (version,))
             errors = _errors(results)
             if ASLEEP in errors:  # fell asleep just now; workers do so together, before the call
                 raise EngineAsleepError(version)
             if errors:
-                undone = _errors(await self._engine.collective_rpc("leadout_undo"))
+                undone = _errors(await self._call("leadout_undo"))
                 if undone:
                     raise SwapFailedError(
                         f"the previous drafter could not be loaded again: {undone[0]}"
                     )
                 raise SwapRefusedError(f"version {version} could not be loaded: {errors[0]}")
         finally:
-            await self._engine.collective_rpc("leadout_end")
+            await self._call("leadout_end")
         at = time.time()
         emptied = await self._engine.reset_prefix_cache()
         pause = max(result["seconds"] for result in results)
@@ -105,10 +110,10 @@ class Swapper:
 
     async def _stage(self, version: int) -> None:
         await self._require_awake(version)
-        await self._engine.collective_rpc("leadout_begin", args=(version,))
+        await self._call("leadout_begin", (version,))
         deadline = time.monotonic() + MAX_READ_SECONDS
         while True:
-            states = await self._engine.collective_rpc("leadout_state")
+            states = await self._call("leadout_state")
             errors = _errors(states)
             if ASLEEP in errors:
                 raise EngineAsleepError(version)
@@ -213,7 +218,7 @@ class SwapExtension:
     def _leadout_write(
         self, staged: StagedSwap, write: Callable[[StagedSwap], None]
     ) -> dict[str, Any]:
-        if _is_asleep(self):
+        if is_asleep(self):
             return {"error": ASLEEP, "seconds": 0.0}
         started, error = time.perf_counter(), None
         try:
@@ -222,12 +227,6 @@ class SwapExtension:
             logger.exception("Leadout could not replace the drafter's weights")
             error = f"{type(problem).__name__}: {problem}"
         return {"error": error, "seconds": time.perf_counter() - started}
-
-
-def _is_asleep(worker: Any) -> bool:
-    """Whether vLLM's sleep mode has taken this worker's memory away."""
-    backend = getattr(worker, "_sleep_mode_backend", None)  # None until it first sleeps
-    return backend is not None and backend.state() != "RUNNING"
 
 
 class _Stager:
@@ -258,7 +257,7 @@ class _Stager:
 
     def _copy_unless_asleep(self) -> None:
         try:
-            if _is_asleep(self._worker):
+            if is_asleep(self._worker):
                 self.error = ASLEEP
             else:
                 self._previous = self._copy_of_serving()
@@ -275,7 +274,7 @@ class _Stager:
             if registry is None:
                 raise SwapRefusedError("this server follows no registry")
             drafter = self._worker.get_draft_model()
-            target = local_folder(vllm_config.model_config.model)
+            target = target_folder(vllm_config)
             loaded = load_version(registry, self.version, drafter.drafter_config, target)
             new = stage(drafter, self._worker.get_model(), loaded.weights)
             self.digest = loaded.digest

@@ -31,7 +31,6 @@ from typing import Any, Self
 import vllm
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from leadout.engine.capture import CaptureCounters
 from leadout.engine.counters import WINDOW_SECONDS, SlidingWindow, read_small, small_file
@@ -39,7 +38,13 @@ from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveMetrics, live_metrics_file, read_live_metrics
 from leadout.engine.plugin import SWITCH
 from leadout.engine.settings import CAPTURE, sections_of
-from leadout.engine.vllm_adapter import is_dflash, is_supported
+from leadout.engine.vllm_adapter import (
+    METRICS,
+    AggregateStatLoggerBase,
+    is_dflash,
+    is_supported,
+    is_usable,
+)
 
 logger = logging.getLogger("vllm.leadout")
 
@@ -329,4 +334,5 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
 def _is_wanted(vllm_config: Any) -> bool:
     if os.environ.get(SWITCH) == "0" or not is_supported(vllm.__version__):
         return False
-    return is_dflash(vllm_config) or CAPTURE in sections_of(vllm_config)
+    is_needed = is_dflash(vllm_config) or CAPTURE in sections_of(vllm_config)
+    return is_needed and is_usable(METRICS)

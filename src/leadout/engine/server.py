@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from leadout.engine.child_process import EngineError, descendants, log_tail, processor_seconds
-from leadout.engine.vllm_adapter import installed_distribution
+from leadout.engine.installation import installed_distribution
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.25

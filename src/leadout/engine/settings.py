@@ -19,7 +19,7 @@ from leadout.errors import LeadoutError
 from leadout.registry import VERSIONS, Registry
 from leadout.settings import Settings, setting
 
-LIVE, CAPTURE, REGISTRY = "live", "capture", "registry"
+LIVE, CAPTURE, REGISTRY, DRAFT_TABLE = "live", "capture", "registry", "draft_table"
 # vLLM's `scheduler_cls` for every part that works in the scheduler.
 SCHEDULER = "leadout.engine.scheduler.make_scheduler"
 # vLLM's `worker_extension_cls` for a server whose drafter can be swapped.
@@ -65,6 +65,17 @@ class RegistrySettings(Section):
     folder: Path
 
 
+class DraftTableSettings(Section):
+    """The table of draft lengths of a server with data parallelism and a dense target.
+
+    vLLM drops the table because ranks that draft different lengths would wait for each other for
+    ever. Ranks of a dense target do not wait for each other; each becomes an engine of its own,
+    and Leadout gives it the table again.
+    """
+
+    rows: tuple[tuple[int, int, int], ...]  # first batch size, last batch size, K
+
+
 _Section = TypeVar("_Section", bound=Section)
 
 
@@ -85,6 +96,20 @@ def read_section(vllm_config: Any, name: str, kind: type[_Section]) -> _Section:
             f"additional_config: {field} is {first['input']!r}: {first['msg']}. Correct it, or "
             "leave it out for the default."
         ) from None
+
+
+def restore_draft_table(vllm_config: Any) -> None:
+    """Give an engine of a server with data parallelism its table of draft lengths, if it has one.
+
+    To be called before vLLM reads the table: by the scheduler, and by the worker before it captures
+    graphs.
+    """
+    if DRAFT_TABLE not in sections_of(vllm_config):
+        return
+    if vllm_config.parallel_config.data_parallel_size > 1:  # ranks that wait for each other
+        return
+    rows = read_section(vllm_config, DRAFT_TABLE, DraftTableSettings).rows
+    vllm_config.speculative_config.num_speculative_tokens_per_batch_size = list(rows)
 
 
 def with_section(additional: Mapping[str, Any], name: str, settings: Section) -> dict[str, Any]:

@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
-from vllm.utils.platform_utils import is_pin_memory_available
 
+from leadout.engine.vllm_adapter import (
+    CPU_KERNEL,
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+    is_pin_memory_available,
+)
 from leadout.errors import LeadoutError
-
-KERNEL = "cpu_linear"  # vLLM's attribute of a linear layer on CPUs: a function of the packed weight
 
 
 class StagingError(LeadoutError):
@@ -90,7 +91,9 @@ def runtime_weights(drafter: Any) -> RuntimeWeights:
     Layers whose weight is in a packed kernel have an empty parameter, which is left out.
     """
     own = drafter.own_modules()
-    kernels = {name: getattr(module, KERNEL) for name, module in own.items() if _has_kernel(module)}
+    kernels = {
+        name: getattr(module, CPU_KERNEL) for name, module in own.items() if _has_kernel(module)
+    }
     tensors = {
         name: tensor.data for name, tensor in drafter.own_tensors().items() if tensor.numel() > 0
     }
@@ -98,7 +101,7 @@ def runtime_weights(drafter: Any) -> RuntimeWeights:
 
 
 def _has_kernel(module: nn.Module) -> bool:
-    return KERNEL in module.__dict__
+    return CPU_KERNEL in module.__dict__
 
 
 class StagedSwap:
@@ -139,7 +142,7 @@ def write_tensor(serving: Tensor, staged: Tensor) -> None:
 
 
 def set_kernel(module: nn.Module, kernel: Callable[..., Tensor]) -> None:
-    setattr(module, KERNEL, kernel)
+    setattr(module, CPU_KERNEL, kernel)
 
 
 def _wait_for_device() -> None:

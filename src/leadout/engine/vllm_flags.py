@@ -9,18 +9,20 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from leadout.engine.settings import (
     CAPTURE,
+    DRAFT_TABLE,
     LIVE,
     REGISTRY,
     SCHEDULER,
     WORKER_EXTENSION,
     CaptureSettings,
+    DraftTableSettings,
     LiveSettings,
     RegistrySettings,
     Section,
@@ -41,8 +43,7 @@ def parse(target: str, flags: Sequence[str]) -> Any:
     vLLM accepts any unambiguous beginning of its flags. Leadout does not: `--live-m` is more
     likely a misspelt flag of Leadout's than an abbreviation.
     """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from leadout.engine.vllm_adapter import FlexibleArgumentParser, make_arg_parser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
@@ -55,6 +56,11 @@ def parse(target: str, flags: Sequence[str]) -> Any:
     parsed = parser.parse_args(["--model", target, *flags])
     if parsed.model_tag is not None:  # what `vllm serve` takes for the model
         raise SettingsError(_unknown_flag(parsed.model_tag, []))
+    if parsed.model != target:
+        raise SettingsError(
+            f"--model {parsed.model} among vLLM's flags or in its --config file would replace the "
+            f"target {target}. Remove it, or pass it as the target."
+        )
     return parsed
 
 
@@ -89,11 +95,20 @@ def vllm_config_of(target: str, flags: Sequence[str]) -> Any:
 
 
 def without_speculation(flags: Sequence[str]) -> list[str]:
+    return _without(flags, is_speculation)
+
+
+def without_revision(flags: Sequence[str]) -> list[str]:
+    return _without(flags, lambda flag: flag.partition("=")[0] == "--revision")
+
+
+def _without(flags: Sequence[str], is_dropped: Callable[[str], bool]) -> list[str]:
+    """The flags but some, each of which has a value."""
     kept, skip_value = [], False
     for flag in flags:
         if skip_value:
             skip_value = False
-        elif is_speculation(flag):
+        elif is_dropped(flag):
             skip_value = "=" not in flag
         else:
             kept.append(flag)
@@ -126,10 +141,16 @@ class Features:
     live: LiveSettings | None = None
     capture: CaptureSettings | None = None
     registry: RegistrySettings | None = None
+    draft_table: DraftTableSettings | None = None
 
     def sections(self) -> dict[str, Section]:
         """Their settings, by the name of their section in vLLM's additional_config."""
-        features = {LIVE: self.live, CAPTURE: self.capture, REGISTRY: self.registry}
+        features = {
+            LIVE: self.live,
+            CAPTURE: self.capture,
+            REGISTRY: self.registry,
+            DRAFT_TABLE: self.draft_table,
+        }
         return {name: each for name, each in features.items() if each is not None}
 
 
@@ -138,10 +159,9 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
     sections = features.sections()
     if not sections:
         return []
-    _require_default(f"--{next(iter(sections))}", parsed, "scheduler_cls")
-    for name in (LIVE, REGISTRY):
-        if name in sections:
-            _require_one(f"--{name}", parsed, "data_parallel_size", "start one server per replica")
+    first = next(iter(sections))
+    feature = "--tuned" if first == DRAFT_TABLE else f"--{first}"
+    _require_default(feature, parsed, "scheduler_cls")
     additional = dict(parsed.additional_config or {})
     for name, settings in sections.items():
         additional = with_section(additional, name, settings)
@@ -150,6 +170,8 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
         _require_default("--registry", parsed, "worker_extension_cls")
         _require_one("--registry", parsed, "pipeline_parallel_size")
         _require_one("--registry", parsed, "api_server_count")
+        if parsed.data_parallel_size > 1 and parsed.api_server_count is None:
+            flags += ["--api-server-count", "1"]  # else vLLM starts one for each rank
         flags += ["--worker-extension-cls", WORKER_EXTENSION]
     if CAPTURE in sections:  # find out now what the server would find out after its start
         try:
@@ -195,11 +217,10 @@ def _require_default(feature: str, parsed: Any, name: str) -> None:
         )
 
 
-def _require_one(feature: str, parsed: Any, name: str, remedy: str | None = None) -> None:
+def _require_one(feature: str, parsed: Any, name: str) -> None:
     value = getattr(parsed, name, None)
     if value is not None and value > 1:
         flag = f"--{name.replace('_', '-')}"
         raise SettingsError(
-            f"{feature} requires {flag} 1, got {value}; {remedy or f'change {flag}'}, or remove "
-            f"{feature}."
+            f"{feature} requires {flag} 1, got {value}; change {flag}, or remove {feature}."
         )

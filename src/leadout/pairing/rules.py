@@ -69,11 +69,13 @@ def _rule(name: str, severity: Severity, remedy: str) -> Callable[[_Check], None
     return lambda broken: RULES.append(Rule(name, severity, remedy, broken))
 
 
-def _server_rule(name: str, remedy: str) -> Callable[[_ServerCheck], None]:
-    """An error about settings; without settings the rule holds."""
+def _server_rule(
+    name: str, remedy: str, severity: Severity = ERROR
+) -> Callable[[_ServerCheck], None]:
+    """A rule about settings; without settings it holds."""
 
     def register(broken: _ServerCheck) -> None:
-        @_rule(name, ERROR, remedy)
+        @_rule(name, severity, remedy)
         def _(pair: Pair) -> str | None:
             return None if pair.settings is None else broken(pair, pair.settings)
 
@@ -350,29 +352,41 @@ def _non_causal_backend(pair: Pair, settings: EngineSettings) -> str | None:
     )
 
 
-@_server_rule("dtype", "Add --dtype bfloat16, or float32 where the hardware has no bfloat16.")
+# vLLM serves it, and the target's own text is as good as without a drafter. Quantized targets
+# such as AWQ run in float16 by default.
+@_server_rule(
+    "dtype", "Prefer --dtype bfloat16, or float32 where the hardware has no bfloat16.", WARNING
+)
 def _dtype(_: Pair, settings: EngineSettings) -> str | None:
     if settings.dtype != "float16":
         return None
     return (
-        "dtype is float16; expected bfloat16 or float32. Target states overflow when the drafter "
-        "fuses them, and hardly any draft is accepted"
+        "dtype is float16, not bfloat16 or float32: target states may overflow when the drafter "
+        "fuses them, and then hardly any draft is accepted"
     )
 
 
+# Only advice: a larger budget costs memory for activations and makes prompts delay other requests
+# for longer, and few servers have so many requests at once.
 @_server_rule(
-    "batched-tokens", "Raise --max-num-batched-tokens to that number, or lower --max-num-seqs."
+    "batched-tokens",
+    "Nothing to do if fewer requests run at once; otherwise set both flags, or lower "
+    "--max-num-seqs.",
+    WARNING,
 )
 def _batched_tokens(_: Pair, settings: EngineSettings) -> str | None:
-    tokens = settings.max_num_batched_tokens
-    needed = batched_tokens_for(settings.max_num_seqs, settings.draft_tokens)
+    tokens, sequences = settings.max_num_batched_tokens, settings.max_num_seqs
+    needed = batched_tokens_for(sequences, settings.draft_tokens)
     if tokens >= needed:
         return None
     at_once = tokens // batched_tokens_for(1, settings.draft_tokens)
+    # The second flag bounds prompts to what they were before, or to what decoding needs.
+    scheduled = max(tokens, sequences * (1 + settings.draft_tokens))
     return (
-        f"max_num_batched_tokens is {tokens}; expected at least {needed}, which is max_num_seqs "
-        f"({settings.max_num_seqs}) x (1 + 2 x {settings.draft_tokens} drafted tokens). Only "
-        f"{at_once} requests would decode in a step, the others wait"
+        f"max_num_batched_tokens is {tokens}, so {at_once} of up to {sequences} requests "
+        f"(max_num_seqs) decode in a step with {settings.draft_tokens} drafts each, and the "
+        f"others wait. All do with --max-num-batched-tokens {needed} and "
+        f"--max-num-scheduled-tokens {scheduled}, which keeps the chunks of prompts short"
     )
 
 

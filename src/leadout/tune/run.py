@@ -90,7 +90,8 @@ def prepare(settings: TuneSettings) -> Preparation:
         raise TuneError(f"--out {settings.out} is a folder, expected a file name.")
     require_writable("--out", settings.out)
     target, drafter = local_folder(settings.target), local_folder(settings.drafter)
-    checkpoint, facts = read_checkpoint(drafter), read_target(target, settings.target)
+    checkpoint = read_checkpoint(drafter, as_served=True)
+    facts = read_target(target, settings.target)
     refused = [
         str(finding)
         for finding in examine(Pair(target=facts, drafter=checkpoint, settings=None))

@@ -16,6 +16,7 @@ from leadout.checkpoints import (
     CheckpointError,
     UnsupportedCheckpointError,
     load_drafter,
+    load_weights,
     read_checkpoint,
 )
 from support.drafters import edit_config, edit_weights, shard
@@ -104,6 +105,48 @@ def test_a_tensor_of_a_relative(name: str, reason: str, zlab_folder: Path) -> No
     edit_weights(zlab_folder, lambda weights: weights.update({name: torch.ones(2)}))
     with pytest.raises(UnsupportedCheckpointError, match=reason):
         read_checkpoint(zlab_folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "feature"),
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            {GATE: torch.ones(24, 16).to(torch.float8_e4m3fn), f"{GATE}_scale": torch.ones(1)},
+            "a quantized drafter",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors"}},
+            {GATE.replace("weight", "weight_packed"): torch.ones(24, 2, dtype=torch.int32)},
+            "a quantized drafter",
+        ),
+        (
+            {"add_swa_attention_sink_bias": True},
+            {"layers.0.self_attn.attention_sink_bias": torch.ones(2)},
+            "attention sinks",
+        ),
+    ],
+)
+def test_what_only_vllm_computes_can_be_served(
+    fields: dict[str, object], tensors: dict[str, Tensor], feature: str, zlab_folder: Path
+) -> None:
+    edit_config(zlab_folder, lambda config: config.update(fields))
+    edit_weights(zlab_folder, lambda weights: weights.update(tensors))
+    with pytest.raises(UnsupportedCheckpointError, match=feature):
+        read_checkpoint(zlab_folder)
+    served = read_checkpoint(zlab_folder, as_served=True)
+    assert served.left_to_vllm == (feature,)
+    load_weights(served)
+
+
+def test_a_served_drafter_is_checked_where_leadout_knows_it(zlab_folder: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    edit_config(zlab_folder, lambda config: config.update(quantized, num_hidden_layers=9))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 9"):
+        read_checkpoint(zlab_folder, as_served=True)
+    edit_config(zlab_folder, lambda config: config.update(num_hidden_layers=2, hc_mult=4))
+    with pytest.raises(UnsupportedCheckpointError, match="hyper-connections"):
+        read_checkpoint(zlab_folder, as_served=True)
 
 
 def test_the_prefix_of_other_tools_is_accepted_and_noted(zlab_folder: Path) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from leadout import environment
 from leadout.cli.app import app
 from leadout.cli.options import NEEDS, require
-from leadout.engine import vllm_adapter as facts
+from leadout.engine import installation as facts
 from leadout.environment import Need
 
 

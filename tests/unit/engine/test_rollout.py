@@ -48,7 +48,7 @@ class Replica:
             registry,
             registry.manifest(version),
             Swapper(self.engine),
-            served_path,
+            [served_path, served_path.with_suffix(".second")],
             drafts_whole_blocks=True,
         )
         self.follower = Follower(registry, self.drafter)
@@ -95,6 +95,17 @@ def test_the_server_swaps_when_the_pointer_changes(registry: Registry, replica: 
     assert entry.why == "better"
     assert entry.evidence["from"] == 1
     assert entry.evidence["workers"] == 2
+
+
+def test_requests_of_all_engines_count(replica: Replica) -> None:
+    replica.serve(3, 2)
+    alone = asyncio.run(replica.drafter.report())
+    tally = Tally().with_request(10, 40)
+    second = replica.served_path.with_suffix(".second")
+    write_small(ServedRequests(since=time.time(), tally=tally), second)
+    both = asyncio.run(replica.drafter.report())
+    assert (alone.requests, alone.acceptance_length) == (3, 2.0)
+    assert (both.requests, both.acceptance_length) == (4, 2.5)
 
 
 def test_a_version_set_by_hand_stays_until_the_pointer_changes(

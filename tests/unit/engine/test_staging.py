@@ -273,11 +273,11 @@ def test_what_the_drafter_has_from_the_target_is_not_touched(
     for parameter in target.parameters():  # not initialized, since no target was loaded
         parameter.data.fill_(0.5)
     kept = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    kernels = [getattr(module, staging.KERNEL, None) for module in target.children()]
+    kernels = [getattr(module, staging.CPU_KERNEL, None) for module in target.children()]
     versions.stage(drafter, 1, target).commit()
     assert equal(responses(drafter), responses(versions.load(1)))
     assert all(torch.equal(tensor, kept[name]) for name, tensor in target.state_dict().items())
-    assert [getattr(each, staging.KERNEL, None) for each in target.children()] == kernels
+    assert [getattr(each, staging.CPU_KERNEL, None) for each in target.children()] == kernels
 
 
 def test_a_quantized_drafter_is_refused(versions: Versions) -> None:

@@ -18,6 +18,7 @@ from leadout.engine.vllm_flags import (
     is_speculation,
     newly_loaded_endpoints,
     parse,
+    without_revision,
     without_speculation,
 )
 from leadout.settings import SettingsError
@@ -58,6 +59,34 @@ def test_a_second_argument_and_a_bad_value_are_refused() -> None:
         parse("target", ["drafter"])
     with pytest.raises(SettingsError, match="vLLM refuses its flags: argument --max-num-seqs"):
         parse("target", ["--max-num-seqs", "many"])
+
+
+@pytest.mark.parametrize("flags", [("--model", "other"), ("--model=other",)])
+def test_a_second_model_is_refused(flags: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError, match=r"--model other .* would replace the target target"):
+        parse("target", flags)
+    assert parse("target", ["--model", "target"]).model == "target"
+
+
+def test_a_model_in_vllms_config_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text("model: other\n")
+    with pytest.raises(SettingsError, match=r"--model other .* would replace the target target"):
+        parse("target", ["--config", str(path)])
+
+
+def test_a_revision_can_be_taken_out() -> None:
+    flags = ["--a", "1", "--revision", "v2", "--tokenizer-revision", "v3", "--revision=v4"]
+    assert without_revision(flags) == ["--a", "1", "--tokenizer-revision", "v3"]
+
+
+def test_followers_of_a_registry_run_in_one_api_server() -> None:
+    features = Features(registry=RegistrySettings(folder=Path("r")))
+    added = ["--api-server-count", "1"]
+    assert feature_flags(features, parse("t", ["-dp", "2"]))[2:4] == added
+    assert "--api-server-count" not in feature_flags(features, parse("t", []))
+    chosen = parse("t", ["-dp", "2", "--api-server-count", "1"])
+    assert "--api-server-count" not in feature_flags(features, chosen)
 
 
 def test_vllms_own_spellings_are_accepted() -> None:

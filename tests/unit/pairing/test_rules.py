@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from leadout.dflash.config import LayerAttention, Llama3Scaling, Rope, Yarn
+from leadout.findings import Severity
 from leadout.models import same_model
 from leadout.pairing import RULES, Pair, batched_tokens_for, examine
 from support.pairs import DRAFTER, changed
@@ -186,7 +187,12 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         "batched-tokens",
         {"settings": {"max_num_batched_tokens": 55}},
         {"settings": {"max_num_batched_tokens": 56}},
-        ("55", "56", "7 requests"),
+        (
+            "is 55",
+            "7 of up to 8 requests",
+            "--max-num-batched-tokens 56",
+            "--max-num-scheduled-tokens 55",
+        ),
     ),
 ]
 
@@ -227,6 +233,19 @@ def test_without_settings_only_the_files_are_examined(pair: Pair) -> None:
 def test_what_a_drafter_names_cannot_write_to_the_terminal(pair: Pair) -> None:
     message = findings(pair, named="evil/\x1b[2Jname")["verifier"]
     assert message.isprintable()
+
+
+def test_what_vllm_serves_is_only_advised_against(pair: Pair) -> None:
+    severities = {rule.name: rule.severity for rule in RULES}
+    assert severities["dtype"] is severities["batched-tokens"] is Severity.WARNING
+
+
+def test_prompts_keep_their_budget_unless_decoding_needs_more(pair: Pair) -> None:
+    wide = {"max_num_batched_tokens": 8192, "draft_tokens": 3}
+    assert "batched-tokens" not in findings(pair, settings={**wide, "max_num_seqs": 1170})
+    message = findings(pair, settings={**wide, "max_num_seqs": 4096})["batched-tokens"]
+    assert "1170 of up to 4096 requests" in message
+    assert "--max-num-batched-tokens 28672 and --max-num-scheduled-tokens 16384" in message
 
 
 def test_room_for_drafting() -> None:
