@@ -1,6 +1,5 @@
 """Tables on learning from traffic; see fill_docs.py."""
 
-from statistics import median
 from typing import Any
 
 from result_tables import result, table
@@ -103,23 +102,6 @@ def swaps() -> str:
         ("median gap elsewhere", _ms(found["median_gap_elsewhere"])),
     ]
     return table((f"{found['clients']} clients, float32", "measured"), rows)
-
-
-def swap_size() -> str:
-    found = result("swap/size.json")
-    rows = [
-        (
-            f"{cell['parameters'] / 1e9:.2f} billion",
-            cell["kind"],
-            _ms(median(cell["bare_copy_seconds"])),
-            _ms(median(cell["pause_seconds"])),
-            f"{cell['ratio']:.3f}",
-            _ms(cell["reload_seconds"]),
-        )
-        for cell in found["cells"]
-    ]
-    heads = ("parameters", "weights", "bare copy", "pause", "ratio", "layerwise reload")
-    return table(heads, rows)
 
 
 def capture() -> str:
