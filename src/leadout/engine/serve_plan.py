@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
+from leadout.control.policy import ladder_up_to
 from leadout.control.tuned_file import Range, Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
 from leadout.engine.server import server_command
 from leadout.engine.settings import (
+    IDLE_DRAFTER_WORKER,
     SCHEDULER,
     CaptureSettings,
     LiveSettings,
@@ -192,6 +194,7 @@ class _Planner:
             asked = self._speculation.get(DRAFT_LENGTH)
             lengths = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
             if is_live:
+                lengths |= ladder_table(lengths[DRAFT_LENGTH], self._speculation, config)
                 start = "the costs in the tuned file" if tuned else "its own measurements only"
                 notes.append(
                     f"--live: K is the maximum; chosen at every step, starting from {start}"
@@ -202,6 +205,7 @@ class _Planner:
                 notes.append(NOTHING_TO_DRAFT)
                 return flags
             notes.append(f"--tuned: {json.dumps(lengths)}")
+        flags = [*flags, *_idle_drafter(self._target, flags, lengths, config)]
         draft_tokens = lengths[DRAFT_LENGTH]
         flags, config = self._with_enough_batched_tokens(flags, config, draft_tokens)
         # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
@@ -343,6 +347,45 @@ def tuned_speculation(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
     if len(table) == 1:  # a table would cost V1 its full graphs
         return {DRAFT_LENGTH: max_drafts}
     return {DRAFT_LENGTH: max_drafts, DRAFT_LENGTH_BY_BATCH: table}
+
+
+def ladder_table(
+    max_drafts: int, speculation: Mapping[str, Any], vllm_config: Any
+) -> dict[str, Any]:
+    """vLLM's table of K by batch size for live control; empty where it has no effect.
+
+    vLLM's V2 runner captures full graphs for every K in the table. Live control then chooses among
+    them at every step, whatever the batch size, so the table itself only matters if live control
+    is off: the largest K at almost all batch sizes, the others at the largest ones.
+    """
+    is_parallel = vllm_config.parallel_config.data_parallel_size > 1  # vLLM drops the table there
+    sequences = vllm_config.scheduler_config.max_num_seqs
+    if (
+        not vllm_config.use_v2_model_runner
+        or is_parallel
+        or sequences < 2
+        or DRAFT_LENGTH_BY_BATCH in speculation
+        or speculation.get("enable_adaptive_verification")  # has graphs for any lengths
+    ):
+        return {}
+    lower = ladder_up_to(max_drafts)[-2::-1]  # from below the largest down to 0
+    if sequences <= len(lower):  # a row for each: keep 0 and as many of the largest as fit
+        lower = (*lower[: sequences - 2], 0)
+    first = sequences - len(lower)
+    rows = [(first + 1 + index, first + 1 + index, k) for index, k in enumerate(lower)]
+    return {DRAFT_LENGTH_BY_BATCH: [(1, first, max_drafts), *rows]}
+
+
+def _idle_drafter(
+    target: str, flags: list[str], lengths: Mapping[str, Any], vllm_config: Any
+) -> list[str]:
+    """On the V2 runner, flags for the worker whose drafter does nothing in steps with K = 0."""
+    table = lengths.get(DRAFT_LENGTH_BY_BATCH, ())
+    if not vllm_config.use_v2_model_runner or all(k for _, _, k in table):
+        return []
+    if parse(target, flags).worker_cls != "auto":  # the user's own, which drafts at K = 0 too
+        return []
+    return ["--worker-cls", IDLE_DRAFTER_WORKER]
 
 
 def table_up_to(tuned: Tuned, sequences: int) -> list[Range]:
