@@ -16,7 +16,7 @@ A request is shrunk towards the global estimate:
 Sudden changes would take a half-life to show. Two-sided CUSUM detectors therefore watch the
 standardised deviations of all traffic and of each request, and discount history when they fire.
 
-All requests of a batch are rows of one array: a step costs the same few numpy calls for any number.
+All requests are rows of the same arrays: a step takes the same few numpy calls for any number.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ HALF_LIFE = 45.0  # of trials, in steps
 SLACK, GLOBAL_THRESHOLD, REQUEST_THRESHOLD = 0.5, 7.0, 3.5
 MIN_VARIANCE = 0.2  # one lucky draft where none was expected is no change
 TRIALS_AFTER_CHANGE = 3.0  # what history still counts for, at most, at each position
+# Of a larger batch, so many requests are updated in a step and the others in the following ones, so
+# that live control takes no more time than it may.
+REQUESTS_PER_STEP = 64
 _FIRST_ROWS = 64
 
 
@@ -151,112 +154,125 @@ class AcceptanceModel:
             self._counts[1] = PRIOR_TRIALS
             self._counts[0] = PRIOR_TRIALS * np.array(prior.probabilities(max_drafts))
         self._decay = 2 ** (-1 / HALF_LIFE)
-        # Row 0 takes what arrives for requests that have ended.
+        self._cusum = np.zeros(2)  # of all traffic: sums above and below
+        # By request. Row 0 takes what arrives for requests that have ended.
         self._rows: dict[str, int] = {}
+        self._last_batch: tuple[Sequence[str], Ints] = ((), np.zeros(0, np.int64))
         self._free: list[int] = list(range(_FIRST_ROWS - 1, 0, -1))
-        self._accepted = np.zeros((_FIRST_ROWS, max_drafts))
-        self._trials = np.zeros((_FIRST_ROWS, max_drafts))
-        self._survival = np.zeros((_FIRST_ROWS, max_drafts))  # as last computed
-        self._cusum = np.zeros((2, _FIRST_ROWS))  # sums above and below; row 0: all traffic
+        self._state = _RequestArrays.zeros(_FIRST_ROWS, max_drafts)
+        self._next_survival = self._next_observation = 0
         self.global_probabilities = np.zeros(max_drafts)  # p_j over all requests
         self._update_global()
 
     def trials(self, request_ids: Sequence[str]) -> Floats:
         """Decayed numbers of times that the requests' first drafts were verified."""
-        return self._trials[self._rows_of(request_ids), 0]
+        return self._state.trials[self._rows_of(request_ids), 0]
 
     def survival(self, request_ids: Sequence[str]) -> Floats:
         """[requests, j]: probability that drafts 1 to j + 1 of a request are all accepted."""
-        rows = self._rows_of(request_ids)
-        estimate = self._trials[rows]
+        rows, state = self._rows_of(request_ids), self._state
+        part, self._next_survival, _ = _turn(len(rows), self._next_survival)
+        some = rows[part]
+        estimate = state.trials[some]
         estimate += GLOBAL_SHRINKAGE
         np.divide(
-            self._accepted[rows] + GLOBAL_SHRINKAGE * self.global_probabilities,
+            state.accepted[some] + GLOBAL_SHRINKAGE * self.global_probabilities,
             estimate,
             out=estimate,
         )
         np.cumprod(estimate, axis=1, out=estimate)
-        self._survival[rows] = estimate
-        return estimate
+        state.survival[some] = estimate
+        return estimate if len(some) == len(rows) else state.survival[rows]
 
     def observe(self, outcomes: Outcomes) -> None:
         """One step of the whole batch. Only requests whose survival was asked for are known."""
         verified, accepted = outcomes.verified, outcomes.accepted
-        known = self._rows
-        rows = np.array([known.get(each, 0) for each in outcomes.request_ids], np.int64)
-        if verified.any():
-            self._detect_changes(rows, verified, accepted)
-        new_accepted = self._first[accepted]
-        new_trials = self._first[np.minimum(accepted + 1, verified)]
-        self._accepted[rows] = self._accepted[rows] * self._decay + new_accepted
-        self._trials[rows] = self._trials[rows] * self._decay + new_trials
-        trials = new_trials.sum(axis=0)
-        if trials[0]:
-            self._counts *= self._decay
-            self._counts[0] += new_accepted.sum(axis=0)
-            self._counts[1] += trials
-            self._update_global()
+        self._observe_requests(outcomes)
+        reached = np.minimum(accepted + 1, verified)
+        # [j]: requests that verified draft j after all before it were accepted, and accepted it
+        trials, hits = (
+            np.cumsum(np.bincount(each, minlength=self._max_drafts + 1)[:0:-1])[::-1]
+            for each in (reached, accepted)
+        )
+        if not trials[0]:
+            return
+        expected = self.global_probabilities
+        deviation = float((hits - trials * expected).sum())
+        variance = float((trials * expected * (1 - expected)).sum())
+        if self._detects_change(deviation / max(variance, 0.05) ** 0.5):
+            self.discount_history()
+        self._counts *= self._decay
+        self._counts[0] += hits
+        self._counts[1] += trials
+        self._update_global()
 
     def discount_history(self) -> None:
         """Traffic has changed: let what was learnt before count for little."""
         self._counts *= _share_kept(self._counts[1])
-        kept = _share_kept(self._trials)
-        self._accepted *= kept
-        self._trials *= kept
+        self._state.discount(slice(None))
         self._update_global()
 
     def forget(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
         if row is not None:
-            self._accepted[row] = self._trials[row] = 0.0
-            self._cusum[:, row] = 0.0
+            self._state.clear(row)
             self._free.append(row)
+            self._last_batch = ((), self._last_batch[1])
 
     def _rows_of(self, request_ids: Sequence[str]) -> Ints:
+        if request_ids == self._last_batch[0]:  # as in most steps
+            return self._last_batch[1]
         known = self._rows
-        try:
-            return np.array([known[each] for each in request_ids], np.int64)
-        except KeyError:
-            for each in request_ids:
-                if each not in known:
-                    known[each] = self._new_row()
-            return np.array([known[each] for each in request_ids], np.int64)
+        for each in request_ids:
+            if each not in known:
+                known[each] = self._new_row()
+        rows = np.array([known[each] for each in request_ids], np.int64)
+        self._last_batch = (request_ids, rows)
+        return rows
 
     def _new_row(self) -> int:
         if not self._free:
-            size = len(self._trials)
-            for name in ("_accepted", "_trials", "_survival"):
-                grown = np.zeros((2 * size, self._max_drafts))
-                grown[:size] = getattr(self, name)
-                setattr(self, name, grown)
-            self._cusum = np.concatenate([self._cusum, np.zeros((2, size))], axis=1)
+            size = len(self._state.trials)
+            self._state = self._state.doubled()
             self._free = list(range(2 * size - 1, size - 1, -1))
-        return self._free.pop()
+        row = self._free.pop()
+        self._state.survival[row] = np.cumprod(self.global_probabilities)
+        return row
 
-    def _detect_changes(self, rows: Ints, verified: Ints, accepted: Ints) -> None:
-        """Of N accepted drafts, E[N] = Σ S_j and E[N²] = Σ (2j - 1) S_j."""
-        survival = self._survival[rows]
-        survival *= self._first[verified]
-        mean = survival.sum(axis=1)
-        variance = survival @ self._square - mean * mean
-        deviation = accepted - mean
-        total = float(deviation.sum()) / max(float(variance.sum()), 0.05) ** 0.5
-        each = np.where(verified, deviation / np.sqrt(np.maximum(variance, MIN_VARIANCE)), 0.0)
-        rows, each = np.append(rows, 0), np.append(each, total)
-        sums = self._cusum[:, rows]
-        sums += [each - SLACK, -each - SLACK]
-        np.maximum(sums, 0.0, out=sums)
-        largest = sums.max(axis=0)
-        changed = largest[:-1] > REQUEST_THRESHOLD
-        if changed.any():
-            sums[:, :-1][:, changed] = 0.0
-            kept = _share_kept(self._trials[rows[:-1][changed]])
-            self._accepted[rows[:-1][changed]] *= kept
-            self._trials[rows[:-1][changed]] *= kept
-        if largest[-1] > GLOBAL_THRESHOLD:
-            sums[:, -1] = 0.0
-            self.discount_history()
-        self._cusum[:, rows] = sums
+    def _observe_requests(self, outcomes: Outcomes) -> None:
+        known, state = self._rows, self._state
+        part, self._next_observation, turns = _turn(
+            len(outcomes.request_ids), self._next_observation
+        )
+        if outcomes.request_ids == self._last_batch[0]:
+            rows = self._last_batch[1][part]
+        else:
+            rows = np.array([known.get(each, 0) for each in outcomes.request_ids[part]], np.int64)
+        verified, accepted = outcomes.verified[part], outcomes.accepted[part]
+        if verified.any():
+            # Of N accepted drafts, E[N] = Σ S_j and E[N²] = Σ (2j - 1) S_j.
+            survival = state.survival[rows]
+            survival *= self._first[verified]
+            mean = survival.sum(axis=1)
+            variance = np.maximum(survival @ self._square - mean * mean, MIN_VARIANCE)
+            deviation = np.where(verified, (accepted - mean) / np.sqrt(variance), 0.0)
+            sums = np.maximum(state.cusum[rows] + _both_sides(deviation), 0.0)
+            changed = sums.max(axis=1) > REQUEST_THRESHOLD
+            if changed.any():
+                sums[changed] = 0.0
+                state.discount(rows[changed])
+            state.cusum[rows] = sums
+        decay = self._decay**turns
+        state.accepted[rows] = state.accepted[rows] * decay + self._first[accepted]
+        reached = np.minimum(accepted + 1, verified)
+        state.trials[rows] = state.trials[rows] * decay + self._first[reached]
+
+    def _detects_change(self, deviation: float) -> bool:
+        self._cusum = np.maximum(self._cusum + _both_sides(np.array(deviation)), 0.0)
+        if self._cusum.max() <= GLOBAL_THRESHOLD:
+            return False
+        self._cusum = np.zeros(2)
+        return True
 
     def _update_global(self) -> None:
         estimate, found = FIRST_PROBABILITY, []
@@ -266,5 +282,49 @@ class AcceptanceModel:
         self.global_probabilities = np.array(found)
 
 
+@dataclass(slots=True)
+class _RequestArrays:
+    """What is known about requests, a row for each."""
+
+    accepted: Floats  # [rows, drafts], decayed
+    trials: Floats  # [rows, drafts], decayed
+    survival: Floats  # [rows, drafts], as last computed
+    cusum: Floats  # [rows, 2], sums of deviations above and below
+
+    @classmethod
+    def zeros(cls, rows: int, max_drafts: int) -> _RequestArrays:
+        return cls(*(np.zeros((rows, columns)) for columns in (*(max_drafts,) * 3, 2)))
+
+    def doubled(self) -> _RequestArrays:
+        grown = (self.accepted, self.trials, self.survival, self.cusum)
+        return _RequestArrays(*(np.concatenate([each, np.zeros_like(each)]) for each in grown))
+
+    def discount(self, rows: Ints | slice) -> None:
+        kept = _share_kept(self.trials[rows])
+        self.accepted[rows] *= kept
+        self.trials[rows] *= kept
+
+    def clear(self, row: int) -> None:
+        self.accepted[row] = self.trials[row] = 0.0
+        self.cusum[row] = 0.0
+
+
 def _share_kept(trials: Floats) -> Floats:
     return np.minimum(1.0, TRIALS_AFTER_CHANGE / np.maximum(trials, 1e-9))
+
+
+def _both_sides(deviation: Floats) -> Floats:
+    """[..., 2]: what a deviation adds to the sums of a two-sided CUSUM."""
+    return np.stack([deviation - SLACK, -deviation - SLACK], axis=-1)
+
+
+def _turn(count: int, start: int) -> tuple[slice, int, int]:
+    """The requests of a batch whose turn it is, where the next turn starts, and turns in all."""
+    if count <= REQUESTS_PER_STEP:
+        return slice(0, count), 0, 1
+    start = start if start < count else 0
+    return (
+        slice(start, start + REQUESTS_PER_STEP),
+        start + REQUESTS_PER_STEP,
+        -(-count // REQUESTS_PER_STEP),
+    )

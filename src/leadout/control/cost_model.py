@@ -147,7 +147,9 @@ def optimise(survival: Floats, limits: Ints, costs: StepCostTable) -> Optimum:
     if lowest < max_drafts:
         # Longer drafts for some requests only: no step can be uniform there.
         uniform[ladder > lowest] = 0.0
-    if batch_size == 1:
+    # A mixed step yields at most the tokens of a uniform one, and costs at least this.
+    possible = tokens[1:] / (costs.mixed.min() + costs.draft[1:])
+    if batch_size == 1 or possible.max() <= uniform.max():
         return Optimum(uniform, np.zeros(len(ladder)))
     # Mixed steps: the number of drafts above each threshold and their sum, for all thresholds and
     # all rungs at once. Squared levels, as most thresholds of interest are low.

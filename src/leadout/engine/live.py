@@ -208,8 +208,9 @@ class LiveControl:
             request_ids = [request_ids[index] for index in kept]
             planned = tuple(planned[index] for index in kept)
             use_lookup = tuple(use_lookup[index] for index in kept)
-        tokens = np.array([sampled.get(each, 0) for each in request_ids], np.int64)
-        counts = np.array([verified.get(each, 0) for each in request_ids], np.int64)
+        tokens = np.array(list(map(sampled.get, request_ids, repeat(0))), np.int64)
+        counts = np.array(list(map(verified.get, request_ids, repeat(0))), np.int64)
+        prefill = sum(scheduled.values()) - len(request_ids) - int(counts.sum())
         counts = np.minimum(counts, np.array(planned, np.int64))
         if not tokens.all():  # aborted, or its output was dropped: nothing was learnt from it
             counts = np.where(tokens, counts, 0)
@@ -217,8 +218,6 @@ class LiveControl:
         outcomes = Outcomes(
             request_ids, counts, accepted, np.array(use_lookup) if any(use_lookup) else None
         )
-        decoded = len(request_ids) + sum(map(verified.get, request_ids, repeat(0)))
-        prefill = sum(scheduled.values()) - decoded
         self._policy.observe(outcomes, report.drafted, seconds, max(0, prefill))
         self._record(step, report.drafted, outcomes)
 

@@ -228,16 +228,16 @@ def test_no_other_choice_has_a_higher_throughput(
         return float((batch_size + accepted) / (seconds + costs.draft[k]))
 
     assert found.rates[0] == pytest.approx(rate(0, (0,) * batch_size))
-    for k in range(1, FEW_DRAFTS + 1):
-        choices = [
-            verify
-            for verify in product(range(k + 1), repeat=batch_size)
-            if len(set(verify)) > 1 or verify[0] in (0, k)
-        ]
-        best = max(rate(k, verify) for verify in choices if any(verify))
-        assert found.rates[k] >= 0.97 * best  # thresholds are rounded
-        if not found.min_survival[k]:
-            assert found.rates[k] == pytest.approx(rate(k, (k,) * batch_size))
+    best = max(
+        rate(k, verify)
+        for k in range(FEW_DRAFTS + 1)
+        for verify in product(range(k + 1), repeat=batch_size)
+        if len(set(verify)) > 1 or verify[0] == k
+    )
+    assert found.rates.max() >= 0.97 * best  # thresholds are rounded
+    chosen = int(found.rates.argmax())
+    if not found.min_survival[chosen]:
+        assert found.rates[chosen] == pytest.approx(rate(chosen, (chosen,) * batch_size))
 
 
 def test_limits_of_requests_are_kept() -> None:
@@ -245,9 +245,9 @@ def test_limits_of_requests_are_kept() -> None:
     survival = np.array([(0.9, 0.8, 0.7)] * 2)
     limited = optimise(survival, np.array([3, 0]), costs)
     assert limited.rates[3] == pytest.approx((2 + 2.4) / 1.0)
-    assert limited.min_survival[3] > 0  # not the same number for both
+    assert 0 < limited.min_survival[3] <= 0.7  # not the same number for both
     assert optimise(survival, np.array([3, 3]), costs).rates[3] == pytest.approx(2 + 4.8)
-    assert optimise(survival, np.array([0, 0]), costs).rates[3] == pytest.approx(2.0)
+    assert optimise(survival, np.array([0, 0]), costs).rates.max() == pytest.approx(2.0)
 
 
 def test_steps_are_uniform_unless_leaving_the_graph_pays() -> None:
