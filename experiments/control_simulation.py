@@ -7,7 +7,7 @@ the start ("measured": the machine's curves; "nothing"). It holds the policy's t
 relative to an oracle, which knows acceptance probabilities and costs but not the outcomes, and
 relative to a bare engine. The policy's constants were chosen on a part of this traffic; "held out"
 is the other part, and the seeds are none of those used for choosing. Also measured: how many steps
-a wrong prior lasts, and how long a decision takes.
+a wrong prior lasts.
 
 `--recorded FILE` adds recorded traffic: a line of JSON per request, with the accepted counts of its
 steps when all drafts were verified.
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -40,8 +38,7 @@ from control_simulator.traffic import (
     recorded,
     steady,
 )
-from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome
-from leadout.control.policy import DecodingRequest, Policy
+from leadout.control.acceptance_model import AcceptanceCurve
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BOUND = 0.97
@@ -75,7 +72,6 @@ def main() -> None:
         "chosen_on": summary([cell for cell in cells if not cell["held_out"]]),
         "held_out": summary([cell for cell in cells if cell["held_out"]]),
         "wrong_prior_steps": wrong_priors(),
-        "decision_microseconds": decision_times(),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -86,14 +82,13 @@ def simulate(
     traffic: Traffic, name: str, batch_size: int, clock: float, seeds: int
 ) -> list[dict[str, Any]]:
     """The cells with and without measured costs."""
-    costs = MACHINES[name]()
-    machine = Machine(costs)
+    machine = Machine(MACHINES[name])
     oracle = run_oracle(traffic, machine, batch_size, clock).rate
     bare = run_bare(traffic, machine, batch_size, clock).rate
     found = []
-    for start, known in (("measured", costs), ("nothing", None)):
+    for start, known in (("measured", machine.costs), ("nothing", None)):
         rates = [
-            run_policy(Policy(MAX_DRAFTS, known), traffic, machine, batch_size, clock, seed).rate
+            run_policy(machine.policy(known), traffic, machine, batch_size, clock, seed).rate
             for seed in range(FIRST_SEED, FIRST_SEED + seeds)
         ]
         found.append(
@@ -136,11 +131,10 @@ def wrong_priors() -> dict[str, dict[str, int]]:
         traffic = Traffic(case, steady(level(true_probability)))
         found[case] = {}
         for name in MACHINES:
-            costs = MACHINES[name]()
-            machine = Machine(costs)
+            machine = Machine(MACHINES[name])
             for batch_size in BATCH_SIZES:
                 prior = AcceptanceCurve.from_probabilities([prior_probability] * MAX_DRAFTS)
-                policy = Policy(MAX_DRAFTS, costs, prior)
+                policy = machine.policy(machine.costs, prior)
                 run = run_policy(policy, traffic, machine, batch_size, 600.0)
                 oracle = run_oracle(traffic, machine, batch_size, 100.0).rate
                 found[case][f"{name}, batch {batch_size}"] = next(
@@ -148,36 +142,6 @@ def wrong_priors() -> dict[str, dict[str, int]]:
                     for start in range(len(run.steps) - WINDOW)
                     if run.rate_between(start, start + WINDOW) >= BOUND * oracle
                 )
-    return found
-
-
-def decision_times() -> dict[str, dict[str, float]]:
-    """Median and 99th percentile of deciding and of learning from a step."""
-    found = {}
-    for batch_size in (1, 8, 64):
-        policy, rng = Policy(MAX_DRAFTS, MACHINES["cpu"]()), random.Random(0)
-        drafted, decide, observe = 0, [], []
-        for _ in range(2000):
-            requests = [
-                DecodingRequest(str(number), drafted, MAX_DRAFTS) for number in range(batch_size)
-            ]
-            start = time.perf_counter()
-            decision = policy.decide(requests)
-            decide.append(time.perf_counter() - start)
-            outcomes = [
-                DraftOutcome(request.request_id, verified, rng.randint(0, verified))
-                for request, verified in zip(requests, decision.verify, strict=True)
-            ]
-            start = time.perf_counter()
-            policy.observe(outcomes, decision.draft, 0.05)
-            observe.append(time.perf_counter() - start)
-            drafted = decision.draft
-        found[str(batch_size)] = {
-            "decide_median": round(1e6 * median(decide), 1),
-            "decide_p99": round(1e6 * sorted(decide)[1980], 1),
-            "observe_median": round(1e6 * median(observe), 1),
-            "observe_p99": round(1e6 * sorted(observe)[1980], 1),
-        }
     return found
 
 
@@ -199,7 +163,6 @@ def show(result: dict[str, Any]) -> None:
         console.print(table)
     console.print_json(data={name: result[name] for name in ("chosen_on", "held_out")})
     console.print_json(data=result["wrong_prior_steps"])
-    console.print_json(data=result["decision_microseconds"])
 
 
 if __name__ == "__main__":

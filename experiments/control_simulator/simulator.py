@@ -8,22 +8,15 @@ true costs, but not the outcomes.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 
-from control_simulator.traffic import MAX_DRAFTS, Moment, Probabilities, Traffic
-from leadout.control.acceptance_model import DraftOutcome
-from leadout.control.cost_model import (
-    StepCosts,
-    StepCostTable,
-    drafts_to_verify,
-    min_worthwhile_survival,
-    throughput_by_k,
-)
-from leadout.control.policy import DecodingRequest, Policy
+import numpy as np
+
+from control_simulator.traffic import MAX_DRAFTS, MachineModel, Moment, Probabilities, Traffic
+from leadout.control.acceptance_model import AcceptanceCurve, Floats, Ints, Outcomes
+from leadout.control.cost_model import StepCosts, StepCostTable, optimise
+from leadout.control.policy import Batch, Policy
 
 TIME_NOISE = 0.08  # relative standard deviation of a step time
 SLOW_STEP_SHARE, SLOW_STEP_FACTOR = 0.01, 4.0
@@ -55,22 +48,46 @@ class Run:
 
 
 class Machine:
-    """True costs by batch size."""
+    """True costs of steps."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
+    def __init__(self, model: MachineModel) -> None:
+        self.model = model
+        self.costs = model.costs()
         self._tables: dict[int, StepCostTable] = {}
 
-    def table(self, batch_size: int) -> StepCostTable:
+    def policy(
+        self, costs: StepCosts | None = None, prior: AcceptanceCurve | None = None
+    ) -> Policy:
+        """A policy for this machine, without what `costs` and `prior` do not give it."""
+        return Policy(
+            MAX_DRAFTS, costs, prior, ladder=self.model.ladder, has_graphs=self.model.has_graphs
+        )
+
+    def table(self, batch_size: int, prefill: int = 0) -> StepCostTable:
+        if prefill:
+            table, other = self.table(batch_size), self.model.prefill_seconds(prefill)
+            return StepCostTable(
+                batch_size, table.ladder, table.uniform + other, table.mixed + other, table.draft
+            )
         if batch_size not in self._tables:
-            max_verified = batch_size * MAX_DRAFTS
+            ladder, costs = self.model.ladder, self.costs
+            uniform = np.array([costs.verify_seconds(batch_size, k * batch_size) for k in ladder])
             self._tables[batch_size] = StepCostTable(
                 batch_size,
-                1,
-                [self.costs.verify_seconds(batch_size, n) for n in range(max_verified + 1)],
-                [self.costs.draft_seconds(batch_size, k) for k in range(MAX_DRAFTS + 1)],
+                np.array(ladder),
+                uniform,
+                uniform + self.model.mixed_penalty * costs.bare_seconds(batch_size),
+                np.array([costs.draft_seconds(batch_size, k) for k in ladder]),
             )
         return self._tables[batch_size]
+
+    def seconds(self, k: int, verify: Sequence[int], prefill: int = 0) -> float:
+        """A step that verifies these numbers of drafts and drafts k tokens for each request."""
+        table = self.table(len(verify), prefill)
+        drafting = float(table.draft[self.model.ladder.index(k)])
+        if len(set(verify)) == 1 and verify[0] in self.model.ladder:
+            return drafting + float(table.uniform[self.model.ladder.index(verify[0])])
+        return drafting + float(table.mixed_seconds(sum(verify)))
 
 
 @dataclass(slots=True)
@@ -110,7 +127,7 @@ def run_policy(
     seed: int = 0,
 ) -> Run:
     """The policy for `clock_end` bare steps of the full batch."""
-    rng = random.Random(seed)
+    rng = np.random.default_rng(seed)
     unit = machine.table(batch_size).baseline
     slots = _Slots.of(traffic, batch_size)
     clock, drafted, steps = 0.0, 0, []
@@ -123,23 +140,19 @@ def run_policy(
             policy.forget(ended)
         # A new request has just finished its prefill, after which the engine drafts for it too.
         decision = policy.decide(
-            [DecodingRequest(request, drafted, MAX_DRAFTS) for request in requests]
+            Batch(requests, np.full(count, drafted), np.full(count, MAX_DRAFTS))
         )
-        probabilities = slots.probabilities(clock, count)
-        accepted = [
-            _sample_accepted(rng, each, verified)
-            for each, verified in zip(probabilities, decision.verify, strict=True)
-        ]
-        seconds = machine.table(count).step[decision.draft][sum(decision.verify)]
+        probabilities = np.array(slots.probabilities(clock, count))
+        verify = np.array(decision.verify)
+        accepted = _sample_accepted(rng, probabilities, verify)
+        seconds = machine.seconds(decision.draft, decision.verify, traffic.prefill)
         policy.observe(
-            [
-                DraftOutcome(*outcome)
-                for outcome in zip(requests, decision.verify, accepted, strict=True)
-            ],
+            Outcomes(requests, verify, accepted),
             decision.draft,
             _measured_seconds(rng, seconds),
+            traffic.prefill,
         )
-        steps.append((clock, count + _expected_accepted(probabilities, decision.verify), seconds))
+        steps.append((clock, count + _expected_accepted(probabilities, verify), seconds))
         slots.record(decision.verify)
         drafted, previous = decision.draft, present
         clock += seconds / unit
@@ -151,28 +164,33 @@ def run_oracle(traffic: Traffic, machine: Machine, batch_size: int, clock_end: f
     if traffic.is_adversary:
         # What is best now depends on what is done later: search over fixed schedules instead.
         return max(
-            (_run_schedule(each, traffic, machine, batch_size, clock_end) for each in _schedules()),
+            (
+                _run_schedule(each, traffic, machine, batch_size, clock_end)
+                for each in _schedules(machine.model.ladder)
+            ),
             key=lambda run: run.rate,
         )
     unit = machine.table(batch_size).baseline
     slots = _Slots.of(traffic, batch_size)
     clock, drafted, steps = 0.0, 0, []
-    optima: dict[tuple[tuple[Probabilities, ...], int], tuple[list[int], int, float]] = {}
+    optima: dict[tuple[tuple[Probabilities, ...], int], tuple[int, float, float]] = {}
     while clock < clock_end:
         count = slots.occupied(clock)
         probabilities = slots.probabilities(clock, count)
         key = (tuple(sorted(probabilities)), drafted)
-        costs = machine.table(count)
         if key not in optima:
-            survivals = [tuple(accumulate(each, mul)) for each in key[0]]
-            by_k = throughput_by_k(survivals, [MAX_DRAFTS] * count, costs)
-            best = max(range(MAX_DRAFTS + 1), key=by_k.__getitem__)
-            available = [drafted] * count
-            min_survival = min_worthwhile_survival(survivals, available, costs, by_k[best])
-            verify = drafts_to_verify(survivals, available, min_survival)
-            optima[key] = (verify, best, _expected_accepted(key[0], verify))
-        verify, best, accepted = optima[key]
-        seconds = costs.step[best][sum(verify)]
+            costs = machine.table(count, traffic.prefill)
+            survival = np.cumprod(np.array(key[0]), axis=1)
+            found = optimise(survival, np.full(count, MAX_DRAFTS), costs)
+            rung = int(found.rates.argmax())
+            best = machine.model.ladder[rung]
+            verify = np.full(count, min(drafted, best))
+            if found.min_survival[rung]:
+                enough = (survival >= found.min_survival[rung]).sum(axis=1)
+                verify = np.minimum(enough, drafted)
+            seconds = machine.seconds(best, verify.tolist(), traffic.prefill)
+            optima[key] = (best, _expected_accepted(np.array(key[0]), verify), seconds)
+        best, accepted, seconds = optima[key]
         steps.append((clock, count + accepted, seconds))
         drafted = best
         clock += seconds / unit
@@ -191,8 +209,8 @@ class Schedule:
         return self.k if step % self.period < self.on else 0
 
 
-def _schedules() -> list[Schedule]:
-    steady = [Schedule(k) for k in range(MAX_DRAFTS + 1)]
+def _schedules(ladder: Sequence[int]) -> list[Schedule]:
+    steady = [Schedule(k) for k in ladder]
     bursts = [
         Schedule(MAX_DRAFTS, on, period) for on in (1, 2, 3) for period in (4, 8, 11, 12, 13, 16)
     ]
@@ -210,8 +228,9 @@ def _run_schedule(
         verify = [drafted] * count
         probabilities = slots.probabilities(clock, count)
         k = schedule.draft(len(steps))
-        seconds = machine.table(count).step[k][sum(verify)]
-        steps.append((clock, count + _expected_accepted(probabilities, verify), seconds))
+        seconds = machine.seconds(k, verify, traffic.prefill)
+        accepted = _expected_accepted(np.array(probabilities), np.array(verify))
+        steps.append((clock, count + accepted, seconds))
         slots.record(verify)
         drafted = k
         clock += seconds / unit
@@ -225,29 +244,23 @@ def run_bare(traffic: Traffic, machine: Machine, batch_size: int, clock_end: flo
     clock, steps = 0.0, []
     while clock < clock_end:
         count = slots.occupied(clock)
-        seconds = machine.costs.bare_seconds(count)
+        seconds = machine.costs.bare_seconds(count) + machine.model.prefill_seconds(traffic.prefill)
         steps.append((clock, float(count), seconds))
         clock += seconds / unit
     return Run.of(steps)
 
 
-def _sample_accepted(rng: random.Random, probabilities: Probabilities, verified: int) -> int:
-    for position in range(verified):
-        if rng.random() >= probabilities[position]:
-            return position
-    return verified
+def _sample_accepted(rng: np.random.Generator, probabilities: Floats, verified: Ints) -> Ints:
+    is_accepted = rng.random(probabilities.shape) < probabilities
+    in_a_row = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1)
+    return np.minimum(in_a_row, verified)
 
 
-def _expected_accepted(probabilities: Sequence[Probabilities], verified: Sequence[int]) -> float:
-    total = 0.0
-    for each, count in zip(probabilities, verified, strict=True):
-        survival = 1.0
-        for position in range(count):
-            survival *= each[position]
-            total += survival
-    return total
+def _expected_accepted(probabilities: Floats, verified: Ints) -> float:
+    survival = np.cumprod(probabilities, axis=1)
+    return float((survival * (np.arange(survival.shape[1]) < verified[:, None])).sum())
 
 
-def _measured_seconds(rng: random.Random, seconds: float) -> float:
+def _measured_seconds(rng: np.random.Generator, seconds: float) -> float:
     factor = SLOW_STEP_FACTOR if rng.random() < SLOW_STEP_SHARE else 1.0
-    return seconds * factor * max(0.5, rng.gauss(1.0, TIME_NOISE))
+    return seconds * factor * max(0.5, rng.normal(1.0, TIME_NOISE))

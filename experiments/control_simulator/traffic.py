@@ -43,6 +43,7 @@ class Traffic:
     load: Callable[[float], float] = lambda clock: 1.0
     is_adversary: bool = False  # acceptance depends on what the policy does
     lifetime: int = LIFETIME
+    prefill: int = 0  # tokens of other requests' prompts in every step
 
     def request(self, clock: float, slot: int) -> str:
         return f"{slot}-{_request_number(clock, slot, self.lifetime)}"
@@ -167,6 +168,7 @@ def _tuning_traffic() -> list[Traffic]:
     found.append(Traffic("bursts of chat", steady(CHAT), load=_bursts))
     short = _mixture("short", [(0.5, CODE), (0.5, CHAT)], lifetime=40)
     found.append(Traffic("short requests of two kinds", short, lifetime=40))
+    found.append(Traffic("prefill in every step", steady(CHAT), prefill=256))
     found.append(Traffic("adversary: honeypot", _honeypot, is_adversary=True))
     found.append(Traffic("adversary: shy", _shy, is_adversary=True))
     return found
@@ -234,6 +236,27 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 Seconds = Callable[[int, int], float]  # of a batch size and the drafts of each request
 
 
+@dataclass(frozen=True, slots=True)
+class MachineModel:
+    """What steps cost on a machine.
+
+    `mixed_penalty`: what a step costs more, in bare steps, if requests verify different numbers of
+    drafts, or numbers that are not on the ladder.
+    """
+
+    costs: Callable[[], StepCosts]
+    prefill_token: float  # seconds
+    ladder: tuple[int, ...] = tuple(range(MAX_DRAFTS + 1))
+    mixed_penalty: float = 0.0
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.mixed_penalty > 0
+
+    def prefill_seconds(self, tokens: int) -> float:
+        return self.prefill_token * tokens
+
+
 def cpu() -> StepCosts:
     """Like a 135M target on two cores: 36.5 ms bare, and every verified token counts."""
 
@@ -260,6 +283,23 @@ def gpu() -> StepCosts:
     return _tabulate(verify, draft)
 
 
+def graphs() -> StepCosts:
+    """A GPU that replays captured graphs; some lengths are faster than shorter ones.
+
+    The whole block is drafted at any K, as vLLM's V2 runner does.
+    """
+
+    def verify(batch_size: int, drafts: int) -> float:
+        tokens = batch_size * (1 + drafts)
+        padding = 0.0 if drafts in (0, 1, 3, 7) else 1.2  # no kernel for lengths between these
+        return 1e-3 * (8.0 + padding + 0.01 * batch_size + 0.03 * max(0, tokens - 64))
+
+    def draft(batch_size: int, k: int) -> float:
+        return 1e-3 * (0.05 + (0.9 + 0.004 * batch_size if k else 0.0))
+
+    return _tabulate(verify, draft)
+
+
 def _tabulate(verify: Seconds, draft: Seconds) -> StepCosts:
     counts = range(MAX_DRAFTS + 1)
     return StepCosts(
@@ -268,4 +308,10 @@ def _tabulate(verify: Seconds, draft: Seconds) -> StepCosts:
     )
 
 
-MACHINES: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "gpu": gpu}
+MACHINES: dict[str, MachineModel] = {
+    "cpu": MachineModel(cpu, prefill_token=0.5e-3),
+    "gpu": MachineModel(gpu, prefill_token=4e-6),
+    "graphs": MachineModel(
+        graphs, prefill_token=4e-6, ladder=(0, 1, 2, 3, 5, 7), mixed_penalty=0.3
+    ),
+}

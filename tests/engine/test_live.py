@@ -155,20 +155,22 @@ class RandomPolicy(Policy):
 
     def decide(self, requests: Any) -> Decision:
         verify, use_lookup = [], []
-        for request in requests:
-            is_lookup = request.lookup > 0 and self._rng.random() < 0.7
-            limit = min(request.limit, request.lookup if is_lookup else request.available)
+        found = [0] * len(requests.limits) if requests.lookup is None else requests.lookup.tolist()
+        for available, limit_, lookup in zip(
+            requests.available.tolist(), requests.limits.tolist(), found, strict=True
+        ):
+            is_lookup = lookup > 0 and self._rng.random() < 0.7
+            limit = min(limit_, lookup if is_lookup else available)
             verify.append(self._rng.randint(0, limit))
             use_lookup.append(is_lookup)
         return Decision(tuple(verify), self._rng.randint(0, K), False, None, tuple(use_lookup))
 
-    def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
+    def observe(self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0) -> None:
         self.steps += 1
-        for outcome in outcomes:
-            self.verified += outcome.verified
-            if outcome.from_lookup:
-                self.lookup += outcome.verified
-                self.accepted_lookup += outcome.accepted
+        self.verified += int(outcomes.verified.sum())
+        if outcomes.from_lookup is not None:
+            self.lookup += int(outcomes.verified[outcomes.from_lookup].sum())
+            self.accepted_lookup += int(outcomes.accepted[outcomes.from_lookup].sum())
 
 
 def test_answers_are_those_of_bare_vllm(

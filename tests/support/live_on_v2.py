@@ -25,12 +25,12 @@ def main() -> None:
 
     class RandomPolicy(Policy):
         def decide(self, requests: Any) -> Decision:
-            verify = tuple(rng.randint(0, request.available) for request in requests)
-            use_lookup = (False,) * len(requests)
+            verify = tuple(rng.randint(0, each) for each in requests.available.tolist())
+            use_lookup = (False,) * len(verify)
             return Decision(verify, rng.randint(0, max_drafts), False, None, use_lookup)
 
-        def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
-            lengths.extend(outcome.verified for outcome in outcomes)
+        def observe(self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0) -> None:
+            lengths.extend(outcomes.verified.tolist())
 
     llm = LLM(
         model=target,

@@ -9,43 +9,43 @@ Globally each position is shrunk towards the one before it, which fills position
 
     p_j = (a_j + w · p_{j-1}) / (n_j + w),    p_0 = 0.7, w = 1.5 trials
 
-A request is shrunk towards the global estimate, shifted by how much better or worse the request was
-at the position before:
+A request is shrunk towards the global estimate:
 
-    q_j = (a'_j + w' · m_j) / (n'_j + w'),    m_j = clip(p_j + q_{j-1} - p_{j-1}, 0, 1), w' = 4
+    q_j = (a'_j + w' · p_j) / (n'_j + w'),    w' = 4 trials
 
 Sudden changes would take a half-life to show. Two-sided CUSUM detectors therefore watch the
 standardised deviations of all traffic and of each request, and discount history when they fire.
+
+All requests are rows of the same arrays: a step takes the same few numpy calls for any number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from math import sqrt
 from operator import mul
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 
 FIRST_PROBABILITY = 0.7  # of the first draft before anything is known: high enough to be tried
 PRIOR_TRIALS = 10.0  # weight of a measured curve at each position
 POSITION_SHRINKAGE = 1.5  # trials; weight of the position before, in the global estimate
 GLOBAL_SHRINKAGE = 4.0  # trials; weight of the global estimate, in that of a request
-# Half-lives of trials, in steps.
-GLOBAL_HALF_LIFE = 60.0
-REQUEST_HALF_LIFE = 45.0
-IDLE_HALF_LIFE = 60.0  # of a request whose drafts are not verified
-REQUESTS_PER_UPDATE_STEP = 16  # a batch of n requests is updated every 1 + n // 16 steps
-# Change detection, in standard deviations: slack of a step, and threshold of the sum.
-GLOBAL_SLACK, GLOBAL_THRESHOLD = 0.5, 7.0
-REQUEST_SLACK, REQUEST_THRESHOLD = 0.5, 3.5
+HALF_LIFE = 45.0  # of trials, in steps
+# Change detection, in standard deviations: slack of a step, and thresholds of the sums.
+SLACK, GLOBAL_THRESHOLD, REQUEST_THRESHOLD = 0.5, 7.0, 3.5
 MIN_VARIANCE = 0.2  # one lucky draft where none was expected is no change
-# After a change: cap on the global trials of a position, and factor on the trials of a request.
-MAX_TRIALS_AFTER_CHANGE = 3.0
-REQUEST_FACTOR_AFTER_CHANGE = 0.1
-
-_GLOBAL_GROWTH = 2 ** (1 / GLOBAL_HALF_LIFE)
-_REQUEST_GROWTH = 2 ** (1 / REQUEST_HALF_LIFE)
-_IDLE_GROWTH = 2 ** (1 / IDLE_HALF_LIFE)
+TRIALS_AFTER_CHANGE = 3.0  # what history still counts for, at most, at each position
+# Of a larger batch, so many requests are updated in a step and the others in the following ones, so
+# that live control takes no more time than it may.
+REQUESTS_PER_STEP = 64
+_FIRST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ class AcceptanceCurve:
         return found + found[-1:] * (positions - len(found))
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOutcome:
+class DraftOutcome(NamedTuple):
     """How many drafts of a request were verified in a step, and how many of them accepted."""
 
     request_id: str
@@ -89,97 +88,55 @@ class DraftOutcome:
     accepted: int
     from_lookup: bool = False  # prompt lookup made the drafts, not the drafter
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.accepted <= self.verified:
+
+class Outcomes:
+    """The outcomes of a whole batch, as arrays [requests]."""
+
+    __slots__ = ("accepted", "from_lookup", "request_ids", "verified")
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        verified: Ints,
+        accepted: Ints,
+        from_lookup: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """`from_lookup` None: none of them."""
+        if (accepted < 0).any() or (accepted > verified).any():
             raise ValueError(
-                f"request {self.request_id}: {self.accepted} of {self.verified} verified drafts "
-                "accepted, expected 0 <= accepted <= verified"
+                f"{accepted.tolist()} of {verified.tolist()} verified drafts accepted, expected "
+                "0 <= accepted <= verified"
             )
-
-
-@dataclass(slots=True)
-class DecayedCounts:
-    """Exponentially decayed trials and acceptances by draft position.
-
-    Instead of shrinking all old counts, `decay` lets the weight of new ones grow: every ratio is
-    the same, and a step costs one multiplication.
-    """
-
-    accepted: list[float]
-    trials: list[float]
-    weight: float = 1.0
+        self.request_ids, self.verified, self.accepted = request_ids, verified, accepted
+        self.from_lookup = from_lookup
 
     @classmethod
-    def zeros(cls, positions: int) -> DecayedCounts:
-        return cls([0.0] * positions, [0.0] * positions)
+    def of(cls, outcomes: Iterable[DraftOutcome]) -> Outcomes:
+        rows = list(outcomes)
+        if not rows:
+            return cls((), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        request_ids, verified, accepted, from_lookup = zip(*rows, strict=True)
+        return cls(
+            request_ids,
+            np.array(verified, np.int64),
+            np.array(accepted, np.int64),
+            np.array(from_lookup) if any(from_lookup) else None,
+        )
 
-    def decay(self, growth: float) -> None:
-        """Divide the weight of everything so far by `growth`."""
-        self.weight *= growth
-        if self.weight > 1e9:
-            self.accepted = [accepted / self.weight for accepted in self.accepted]
-            self.trials = [trials / self.weight for trials in self.trials]
-            self.weight = 1.0
+    def split(self) -> tuple[Outcomes, Outcomes | None]:
+        """The drafter's drafts and those of prompt lookup, each with all requests.
 
-    def cap_trials(self, max_trials: float) -> None:
-        """Reduce each position to at most `max_trials`, with the same share accepted."""
-        for position, trials in enumerate(self.trials):
-            if trials > max_trials * self.weight:
-                self.accepted[position] *= max_trials * self.weight / trials
-                self.trials[position] = max_trials * self.weight
-
-    def add(self, verified: int, accepted: int) -> None:
-        weight, accepted_counts, trials = self.weight, self.accepted, self.trials
-        for position in range(accepted):
-            accepted_counts[position] += weight
-            trials[position] += weight
-        if accepted < verified:
-            trials[accepted] += weight
-
-    def merge(self, other: DecayedCounts) -> None:
-        """Add counts of weight 1."""
-        weight = self.weight
-        for position, trials in enumerate(other.trials):
-            self.accepted[position] += weight * other.accepted[position]
-            self.trials[position] += weight * trials
-
-
-@dataclass(slots=True)
-class Cusum:
-    """A two-sided CUSUM change detector over standardised deviations."""
-
-    slack: float
-    threshold: float
-    above: float = 0.0
-    below: float = 0.0
-
-    def detects(self, deviation: float) -> bool:
-        """Whether deviations to one side add up to a change; starts anew after one."""
-        self.above = max(0.0, self.above + deviation - self.slack)
-        self.below = max(0.0, self.below - deviation - self.slack)
-        if max(self.above, self.below) < self.threshold:
-            return False
-        self.above = self.below = 0.0
-        return True
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """A request's counts, and the survival function last computed from them."""
-
-    counts: DecayedCounts
-    survival: tuple[float, ...] = ()
-    version: int = -1  # of the global estimate that `survival` is based on
-    change: Cusum = field(default_factory=lambda: Cusum(REQUEST_SLACK, REQUEST_THRESHOLD))
-
-    def detects_change(self, verified: int, accepted: int) -> bool:
-        """The number of accepted drafts N has E[N] = Σ S_j and E[N²] = Σ (2j - 1) S_j."""
-        mean, mean_square = 0.0, 0.0
-        for position, survival in enumerate(self.survival[:verified]):
-            mean += survival
-            mean_square += (2 * position + 1) * survival
-        variance = max(mean_square - mean * mean, MIN_VARIANCE)
-        return self.change.detects((accepted - mean) / sqrt(variance))
+        A request whose drafts came from the other source has verified none.
+        """
+        if self.from_lookup is None:
+            return self, None
+        parts = [
+            Outcomes(
+                self.request_ids, np.where(of, self.verified, 0), np.where(of, self.accepted, 0)
+            )
+            for of in (~self.from_lookup, self.from_lookup)
+        ]
+        return parts[0], parts[1]
 
 
 class AcceptanceModel:
@@ -189,95 +146,185 @@ class AcceptanceModel:
         if max_drafts < 1:
             raise ValueError(f"max_drafts is {max_drafts}, expected 1 or more")
         self._max_drafts = max_drafts
-        self._counts = DecayedCounts.zeros(max_drafts)
+        # [n, j]: whether draft j is among the first n
+        self._first = np.tri(max_drafts + 1, max_drafts, -1)
+        self._square = np.arange(1.0, 2 * max_drafts, 2.0)  # 2j - 1
+        self._counts = np.zeros((2, max_drafts))  # accepted and trials, of all requests together
         if prior is not None:
-            for position, probability in enumerate(prior.probabilities(max_drafts)):
-                self._counts.accepted[position] = PRIOR_TRIALS * probability
-                self._counts.trials[position] = PRIOR_TRIALS
-        self._requests: dict[str, _RequestState] = {}
-        self._change = Cusum(GLOBAL_SLACK, GLOBAL_THRESHOLD)
-        self._version = self._steps_since_update = 0
-        self.global_probabilities: list[float] = []  # p_j over all requests
-        self._global_survival: tuple[float, ...] = ()
+            self._counts[1] = PRIOR_TRIALS
+            self._counts[0] = PRIOR_TRIALS * np.array(prior.probabilities(max_drafts))
+        self._decay = 2 ** (-1 / HALF_LIFE)
+        self._cusum = np.zeros(2)  # of all traffic: sums above and below
+        # By request. Row 0 takes what arrives for requests that have ended.
+        self._rows: dict[str, int] = {}
+        self._last_batch: tuple[Sequence[str], Ints] = ((), np.zeros(0, np.int64))
+        self._free: list[int] = list(range(_FIRST_ROWS - 1, 0, -1))
+        self._state = _RequestArrays.zeros(_FIRST_ROWS, max_drafts)
+        self._next_survival = self._next_observation = 0
+        self.global_probabilities = np.zeros(max_drafts)  # p_j over all requests
         self._update_global()
 
-    def trials(self, request_id: str) -> float:
-        """Decayed number of times that a request's first draft was verified."""
-        state = self._requests.get(request_id)
-        return state.counts.trials[0] / state.counts.weight if state is not None else 0.0
+    def trials(self, request_ids: Sequence[str]) -> Floats:
+        """Decayed numbers of times that the requests' first drafts were verified."""
+        return self._state.trials[self._rows_of(request_ids), 0]
 
-    def survival(self, request_id: str) -> tuple[float, ...]:
-        """[j]: probability that drafts 1 to j + 1 of a request are all accepted."""
-        state = self._requests.get(request_id)
-        if state is None:
-            return self._global_survival
-        if state.version != self._version:
-            counts = state.counts
-            shrinkage = counts.weight * GLOBAL_SHRINKAGE
-            shift, product, survival = 0.0, 1.0, []
-            for accepted, trials, probability in zip(
-                counts.accepted, counts.trials, self.global_probabilities, strict=True
-            ):
-                expected = min(max(probability + shift, 0.0), 1.0)
-                estimate = (accepted + shrinkage * expected) / (trials + shrinkage)
-                shift = estimate - probability
-                product *= estimate
-                survival.append(product)
-            state.survival, state.version = tuple(survival), self._version
-        return state.survival
+    def survival(self, request_ids: Sequence[str]) -> Floats:
+        """[requests, j]: probability that drafts 1 to j + 1 of a request are all accepted."""
+        rows, state = self._rows_of(request_ids), self._state
+        part, self._next_survival, _ = _turn(len(rows), self._next_survival)
+        some = rows[part]
+        estimate = state.trials[some]
+        estimate += GLOBAL_SHRINKAGE
+        np.divide(
+            state.accepted[some] + GLOBAL_SHRINKAGE * self.global_probabilities,
+            estimate,
+            out=estimate,
+        )
+        np.cumprod(estimate, axis=1, out=estimate)
+        state.survival[some] = estimate
+        return estimate if len(some) == len(rows) else state.survival[rows]
 
-    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """One step of the whole batch."""
-        step = DecayedCounts.zeros(self._max_drafts)
-        self._steps_since_update += 1
-        for outcome in outcomes:
-            state = self._requests.get(outcome.request_id)
-            verified, accepted = outcome.verified, outcome.accepted
-            if verified:
-                step.add(verified, accepted)
-                if state is None:
-                    counts = DecayedCounts.zeros(self._max_drafts)
-                    state = self._requests[outcome.request_id] = _RequestState(counts)
-                elif state.survival and state.detects_change(verified, accepted):
-                    state.counts.decay(1 / REQUEST_FACTOR_AFTER_CHANGE)
-                state.counts.decay(_REQUEST_GROWTH)
-                state.counts.add(verified, accepted)
-            elif state is not None:
-                state.counts.decay(_IDLE_GROWTH)
-        if step.trials[0]:
-            if self._detects_change(step):
-                self.discount_history()
-            self._counts.decay(_GLOBAL_GROWTH)
-            self._counts.merge(step)
-            # In a large batch one step changes each estimate little, and updating all takes time.
-            if self._steps_since_update > len(outcomes) // REQUESTS_PER_UPDATE_STEP:
-                self._update_global()
+    def observe(self, outcomes: Outcomes) -> None:
+        """One step of the whole batch. Only requests whose survival was asked for are known."""
+        verified, accepted = outcomes.verified, outcomes.accepted
+        self._observe_requests(outcomes)
+        reached = np.minimum(accepted + 1, verified)
+        # [j]: requests that verified draft j after all before it were accepted, and accepted it
+        trials, hits = (
+            np.cumsum(np.bincount(each, minlength=self._max_drafts + 1)[:0:-1])[::-1]
+            for each in (reached, accepted)
+        )
+        if not trials[0]:
+            return
+        expected = self.global_probabilities
+        deviation = float((hits - trials * expected).sum())
+        variance = float((trials * expected * (1 - expected)).sum())
+        if self._detects_change(deviation / max(variance, 0.05) ** 0.5):
+            self.discount_history()
+        self._counts *= self._decay
+        self._counts[0] += hits
+        self._counts[1] += trials
+        self._update_global()
 
     def discount_history(self) -> None:
         """Traffic has changed: let what was learnt before count for little."""
-        self._counts.cap_trials(MAX_TRIALS_AFTER_CHANGE)
-        for state in self._requests.values():
-            state.counts.decay(1 / REQUEST_FACTOR_AFTER_CHANGE)
+        self._counts *= _share_kept(self._counts[1])
+        self._state.discount(slice(None))
         self._update_global()
 
     def forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._state.clear(row)
+            self._free.append(row)
+            self._last_batch = ((), self._last_batch[1])
 
-    def _detects_change(self, step: DecayedCounts) -> bool:
-        deviation, variance = 0.0, 0.05
-        for probability, accepted, trials in zip(
-            self.global_probabilities, step.accepted, step.trials, strict=True
-        ):
-            deviation += accepted - trials * probability
-            variance += trials * probability * (1 - probability)
-        return self._change.detects(deviation / sqrt(variance))
+    def _rows_of(self, request_ids: Sequence[str]) -> Ints:
+        if request_ids == self._last_batch[0]:  # as in most steps
+            return self._last_batch[1]
+        known = self._rows
+        for each in request_ids:
+            if each not in known:
+                known[each] = self._new_row()
+        rows = np.array([known[each] for each in request_ids], np.int64)
+        self._last_batch = (request_ids, rows)
+        return rows
+
+    def _new_row(self) -> int:
+        if not self._free:
+            size = len(self._state.trials)
+            self._state = self._state.doubled()
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        row = self._free.pop()
+        self._state.survival[row] = np.cumprod(self.global_probabilities)
+        return row
+
+    def _observe_requests(self, outcomes: Outcomes) -> None:
+        known, state = self._rows, self._state
+        part, self._next_observation, turns = _turn(
+            len(outcomes.request_ids), self._next_observation
+        )
+        if outcomes.request_ids == self._last_batch[0]:
+            rows = self._last_batch[1][part]
+        else:
+            rows = np.array([known.get(each, 0) for each in outcomes.request_ids[part]], np.int64)
+        verified, accepted = outcomes.verified[part], outcomes.accepted[part]
+        if verified.any():
+            # Of N accepted drafts, E[N] = Σ S_j and E[N²] = Σ (2j - 1) S_j.
+            survival = state.survival[rows]
+            survival *= self._first[verified]
+            mean = survival.sum(axis=1)
+            variance = np.maximum(survival @ self._square - mean * mean, MIN_VARIANCE)
+            deviation = np.where(verified, (accepted - mean) / np.sqrt(variance), 0.0)
+            sums = np.maximum(state.cusum[rows] + _both_sides(deviation), 0.0)
+            changed = sums.max(axis=1) > REQUEST_THRESHOLD
+            if changed.any():
+                sums[changed] = 0.0
+                state.discount(rows[changed])
+            state.cusum[rows] = sums
+        decay = self._decay**turns
+        state.accepted[rows] = state.accepted[rows] * decay + self._first[accepted]
+        reached = np.minimum(accepted + 1, verified)
+        state.trials[rows] = state.trials[rows] * decay + self._first[reached]
+
+    def _detects_change(self, deviation: float) -> bool:
+        self._cusum = np.maximum(self._cusum + _both_sides(np.array(deviation)), 0.0)
+        if self._cusum.max() <= GLOBAL_THRESHOLD:
+            return False
+        self._cusum = np.zeros(2)
+        return True
 
     def _update_global(self) -> None:
-        self._version += 1
-        self._steps_since_update = 0
-        estimate, self.global_probabilities = FIRST_PROBABILITY, []
-        shrinkage = POSITION_SHRINKAGE * self._counts.weight
-        for accepted, trials in zip(self._counts.accepted, self._counts.trials, strict=True):
-            estimate = (accepted + shrinkage * estimate) / (trials + shrinkage)
-            self.global_probabilities.append(estimate)
-        self._global_survival = tuple(accumulate(self.global_probabilities, mul))
+        estimate, found = FIRST_PROBABILITY, []
+        for accepted, trials in self._counts.T.tolist():
+            estimate = (accepted + POSITION_SHRINKAGE * estimate) / (trials + POSITION_SHRINKAGE)
+            found.append(estimate)
+        self.global_probabilities = np.array(found)
+
+
+@dataclass(slots=True)
+class _RequestArrays:
+    """What is known about requests, a row for each."""
+
+    accepted: Floats  # [rows, drafts], decayed
+    trials: Floats  # [rows, drafts], decayed
+    survival: Floats  # [rows, drafts], as last computed
+    cusum: Floats  # [rows, 2], sums of deviations above and below
+
+    @classmethod
+    def zeros(cls, rows: int, max_drafts: int) -> _RequestArrays:
+        return cls(*(np.zeros((rows, columns)) for columns in (*(max_drafts,) * 3, 2)))
+
+    def doubled(self) -> _RequestArrays:
+        grown = (self.accepted, self.trials, self.survival, self.cusum)
+        return _RequestArrays(*(np.concatenate([each, np.zeros_like(each)]) for each in grown))
+
+    def discount(self, rows: Ints | slice) -> None:
+        kept = _share_kept(self.trials[rows])
+        self.accepted[rows] *= kept
+        self.trials[rows] *= kept
+
+    def clear(self, row: int) -> None:
+        self.accepted[row] = self.trials[row] = 0.0
+        self.cusum[row] = 0.0
+
+
+def _share_kept(trials: Floats) -> Floats:
+    return np.minimum(1.0, TRIALS_AFTER_CHANGE / np.maximum(trials, 1e-9))
+
+
+def _both_sides(deviation: Floats) -> Floats:
+    """[..., 2]: what a deviation adds to the sums of a two-sided CUSUM."""
+    return np.stack([deviation - SLACK, -deviation - SLACK], axis=-1)
+
+
+def _turn(count: int, start: int) -> tuple[slice, int, int]:
+    """The requests of a batch whose turn it is, where the next turn starts, and turns in all."""
+    if count <= REQUESTS_PER_STEP:
+        return slice(0, count), 0, 1
+    start = start if start < count else 0
+    return (
+        slice(start, start + REQUESTS_PER_STEP),
+        start + REQUESTS_PER_STEP,
+        -(-count // REQUESTS_PER_STEP),
+    )

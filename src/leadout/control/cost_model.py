@@ -9,14 +9,19 @@ all of them together, and `k` the number drafted for each of them. `verify(batch
 without a drafter; `draft(batch_size, 0)` is the cost of keeping the drafter's context up to date
 while nothing is drafted. `StepCosts` interpolates measured costs, `StepCostFilter` refines them.
 
+On a GPU the engine replays a captured graph if all requests verify the same number of drafts and
+that number is on the *ladder*, the lengths for which graphs were captured. Costs may therefore jump
+from one rung to the next, in either direction, and a step with different lengths for different
+requests ("mixed") has a cost of its own. Nothing here assumes that more drafts cost more.
+
 With b requests, K drafted tokens for each and v_i verified drafts of request i, a step yields
 
-    tokens / seconds = (b + Σ_i Σ_{j ≤ v_i} S_i(j)) / (verify(b, Σ_i v_i) + draft(b, K))
+    tokens / seconds = (b + Σ_i Σ_{j ≤ v_i} S_i(j)) / (verify(b, v) + draft(b, K))
 
 where S_i(j) is the probability that the first j drafts of request i are all accepted (its survival
 function). Every verified draft adds its own S_i(j), independently of the others, and S_i falls with
-j. So the best n drafts of a batch are simply those with the n highest survival probabilities, and
-they always are the first drafts of their requests.
+j. So the best n drafts of a mixed step are simply those with the n highest survival probabilities,
+and they always are the first drafts of their requests.
 """
 
 from __future__ import annotations
@@ -24,9 +29,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import truediv
 
+import numpy as np
+
+from leadout.control.acceptance_model import Floats, Ints
 from leadout.errors import LeadoutError
 
 
@@ -94,92 +100,93 @@ def _interpolate(curves: _Curves, batch_size: int, x: float) -> float:
 
 
 class StepCostTable:
-    """Seconds of a step at one batch size, tabulated for the optimisation of every step.
+    """Seconds of a step at one batch size, for every number of drafts on the ladder.
 
-    `verify[i]`: the target's pass with i * `stride` drafts in all; `draft[k]`: drafting k tokens
-    for every request; `step[k][i]`: both together; `baseline`: a step that neither verifies nor
-    drafts, but keeps the drafter's context up to date.
+    `uniform[r]`: the target's pass if every request verifies `ladder[r]` drafts; `mixed[r]`: if
+    requests verify different numbers, `ladder[r]` on average; `draft[r]`: drafting `ladder[r]`
+    tokens for every request. `baseline`: a step that neither verifies nor drafts, but keeps the
+    drafter's context up to date.
     """
 
     def __init__(
-        self, batch_size: int, stride: int, verify: Sequence[float], draft: Sequence[float]
+        self, batch_size: int, ladder: Ints, uniform: Floats, mixed: Floats, draft: Floats
     ) -> None:
-        self.batch_size, self.stride = batch_size, stride
-        self.verify, self.draft = verify, draft
-        self.step = [[verifying + drafting for verifying in verify] for drafting in draft]
-        self.baseline = self.step[0][0]
+        self.batch_size, self.ladder = batch_size, ladder
+        self.uniform, self.mixed, self.draft = uniform, mixed, draft
+        self.baseline = float(uniform[0] + draft[0])
+
+    def mixed_seconds(self, drafts: Floats | int) -> Floats:
+        """The target's pass over numbers of drafts in all, spread unevenly over the requests."""
+        return np.interp(np.asarray(drafts) / self.batch_size, self.ladder, self.mixed)
 
 
-Survival = Sequence[float]  # [j]: probability that drafts 1 to j + 1 are all accepted
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """For each rung of the ladder, the highest tokens per second of steps that draft so many.
 
-
-def throughput_by_k(
-    survivals: Sequence[Survival], limits: Sequence[int], costs: StepCostTable
-) -> list[float]:
-    """The highest tokens per second for each K, if every step drafts K and verifies the best.
-
-    `limits[i]` is the maximum number of drafts of request i.
+    `min_survival[r]`: with it, a mixed step verifies the drafts that survive with at least this
+    probability; 0: all requests verify all drafts.
     """
-    found = [costs.batch_size / costs.baseline]
-    candidates: list[float] = []
-    for k in range(1, len(costs.draft)):
-        candidates += [
-            survival[k - 1] for survival, limit in zip(survivals, limits, strict=True) if limit >= k
-        ]
-        candidates.sort(reverse=True)
-        tokens = list(accumulate(candidates, initial=float(costs.batch_size)))
-        found.append(max(map(truediv, tokens[:: costs.stride], costs.step[k])))
-    return found
+
+    rates: Floats  # [rungs]
+    min_survival: Floats  # [rungs]
 
 
-def min_worthwhile_survival(
-    survivals: Sequence[Survival], limits: Sequence[int], costs: StepCostTable, rate: float
-) -> float:
-    """The survival probability from which on a draft is worth verifying.
-
-    Time is valued at `rate`, the tokens per second of the whole: maximises
-    Σ S_i(j) - rate * verify(n) over the number n of verified drafts.
-    """
-    candidates: list[float] = []
-    for survival, limit in zip(survivals, limits, strict=True):
-        candidates += survival[:limit]
-    candidates.sort(reverse=True)
-    tokens = list(accumulate(candidates, initial=0.0))[:: costs.stride]
-    # The table is shorter than the candidates only if a request has more drafts than can be made.
-    values = [gained - rate * spent for gained, spent in zip(tokens, costs.verify, strict=False)]
-    best = values.index(max(values))
-    # The marginal cost of one more draft: drafts that are not among these candidates may pay it.
-    next_ = min(best, len(costs.verify) - 2)
-    marginal = rate * (costs.verify[next_ + 1] - costs.verify[next_]) / costs.stride
-    return min(marginal, candidates[best * costs.stride - 1]) if best else marginal
+LEVELS = 64  # survival probabilities that are told apart as thresholds
 
 
-def drafts_to_verify(
-    survivals: Sequence[Survival], limits: Sequence[int], min_survival: float
-) -> list[int]:
-    """For each request, the number of leading drafts with at least `min_survival`."""
-    found = []
-    for survival, limit in zip(survivals, limits, strict=True):
-        count = 0
-        while count < limit and survival[count] >= min_survival:
-            count += 1
-        found.append(count)
-    return found
+def optimise(survival: Floats, limits: Ints, costs: StepCostTable) -> Optimum:
+    """`survival` [requests, drafts]; `limits` [requests]: the maximum for each request."""
+    batch_size, max_drafts = survival.shape
+    ladder = costs.ladder
+    lowest = int(limits.min())
+    if lowest < max_drafts:
+        survival = survival * (np.arange(max_drafts) < limits[:, None])
+    tokens = np.concatenate([[batch_size], batch_size + np.cumsum(survival.sum(axis=0))])[ladder]
+    uniform = tokens / (costs.uniform + costs.draft)
+    if lowest < max_drafts:
+        # Longer drafts for some requests only: no step can be uniform there.
+        uniform[ladder > lowest] = 0.0
+    # A mixed step yields at most the tokens of a uniform one, and costs at least this.
+    possible = tokens[1:] / (costs.mixed.min() + costs.draft[1:])
+    if batch_size == 1 or possible.max() <= uniform.max():
+        return Optimum(uniform, np.zeros(len(ladder)))
+    # Mixed steps: the number of drafts above each threshold and their sum, for all thresholds and
+    # all rungs at once. Squared levels, as most thresholds of interest are low.
+    bins = (np.sqrt(survival) * LEVELS).astype(np.int64)
+    bins += np.arange(0, max_drafts * (LEVELS + 1), LEVELS + 1)
+    size = max_drafts * (LEVELS + 1)
+    counts = np.bincount(bins.ravel(), minlength=size).reshape(max_drafts, -1)
+    sums = np.bincount(bins.ravel(), survival.ravel(), minlength=size).reshape(max_drafts, -1)
+    rungs = ladder[1:] - 1
+    # [rungs, levels], from the highest level down; level 0 also holds what a limit excludes.
+    above = np.cumsum(np.cumsum(counts, axis=0)[rungs, :0:-1], axis=1)
+    gained = np.cumsum(np.cumsum(sums, axis=0)[rungs, :0:-1], axis=1)
+    seconds = np.where(above, costs.mixed_seconds(above), costs.uniform[0])
+    mixed = (batch_size + gained) / (seconds + costs.draft[1:, None])
+    best = mixed.argmax(axis=1)
+    highest = mixed[np.arange(len(rungs)), best]
+    is_mixed = highest > uniform[1:]
+    uniform[1:] = np.where(is_mixed, highest, uniform[1:])
+    min_survival = np.zeros(len(ladder))
+    min_survival[1:] = np.where(is_mixed, ((LEVELS - best) / LEVELS) ** 2, 0.0)
+    return Optimum(uniform, min_survival)
 
 
-TABLE_POINTS = 8  # at most, between one verified draft per request and the next
-TABLE_REFRESH_STEPS = 16  # steps after which a table is computed anew
 KNEE_TOKENS = (64, 256)  # tokens of a pass beyond which each may cost more
 OBSERVATION_NOISE = 0.1  # standard deviation of a measured step, relative
 OUTLIER_SIGMAS = 4.0
 OUTLIERS_BEFORE_RESET = 6  # consecutive slow outliers that are a change and no accident
-# Initial standard deviations of the state, relative to a bare step with one request.
-INITIAL_STD = (0.5, 0.1, 0.1, 0.1, 0.3, 0.5, 0.3, 0.1)
+# Initial standard deviations of the state, relative to a bare step with one request: of what a step
+# costs in itself, of what eight more requests or drafts cost, and of the jump at one rung.
+LEVEL_STD, SLOPE_STD, JUMP_STD = 0.5, 0.1, 0.1
 # Steps after which a coefficient that is not observed is as uncertain as at the start.
 PROCESS_NOISE_STEPS = 200_000.0
-# Prior without measured curves, relative to the first step: per request, per verified draft, for
-# drafting at all, per drafted token.
-PRIOR_REQUEST, PRIOR_VERIFY, PRIOR_DRAFTING, PRIOR_DRAFT_TOKEN = 0.005, 0.003, 0.15, 0.002
+# Prior without measured curves, relative to the first step: for drafting at all, and per draft.
+PRIOR_DRAFTING, PRIOR_DRAFT = 0.15, 0.003
+# Prior of leaving the captured graphs, where there are any.
+PRIOR_MIXED = 0.25
+MIN_SHARE_OF_PRIOR = 0.05  # an estimate must stay positive
 
 
 class StepCostFilter:
@@ -187,13 +194,14 @@ class StepCostFilter:
 
     The prior mean of a step is `prior(b, n, k)`: the measured curves, or without them a rough law
     scaled by the first step. The filter estimates a linear correction to it. With batch size b, n
-    verified drafts and k drafted tokens per request:
+    verified drafts, k drafted tokens per request and t tokens of prefill:
 
-        observation model   y = prior(b, n, k) + h(b, n, k)·x + v,    v ~ N(0, R)
-        features            h = [1, b/8, n > 0, n/8, knee_64(b + n), knee_256(b + n), k > 0, b·k/8]
-                            with knee_t(m) = max(0, (m - t) / t)
+        observation model   y = prior(b, n, k) + h·x + v,    v ~ N(0, R)
+        features            h = [1, b/8, n/8, knee_64(b + n), knee_256(b + n), k > 0, b·k/8,
+                                 t > 0, t/64, mixed, rung_1, ..., rung_R]
+                            with knee_t(m) = max(0, (m - t) / t); mixed and rungs are 0 or 1
         observation noise   R = (0.1 · max(prior + h·x, 0.2 · prior))²
-        initial state       x = 0,  P = diag((INITIAL_STD · baseline)²)
+        initial state       x = 0,  P = diag((std · baseline)²)
 
     For every measured step y:
 
@@ -208,152 +216,162 @@ class StepCostFilter:
     change of the machine: the covariance is then reset to P₀, so that the filter adapts at once.
     """
 
-    def __init__(self, max_drafts: int, costs: StepCosts | None = None) -> None:
-        if max_drafts < 1:
-            raise ValueError(f"max_drafts is {max_drafts}, expected 1 or more")
-        self._max_drafts = max_drafts
+    def __init__(
+        self, ladder: Sequence[int], costs: StepCosts | None = None, *, has_graphs: bool = False
+    ) -> None:
+        """`ladder`: 0 and the other K in ascending order; `has_graphs`: captured for each K."""
+        if len(ladder) < 2 or ladder[0] != 0 or sorted(set(ladder)) != list(ladder):
+            raise ValueError(
+                f"the ladder is {tuple(ladder)}, expected 0 and at least one larger K, ascending"
+            )
+        self.ladder: Ints = np.array(ladder, np.int64)
+        self._rung = {k: rung for rung, k in enumerate(ladder)}
         self._measured = costs
-        self._scale: float | None = None if costs is None else costs.bare_seconds(1)
-        self._state = [0.0] * len(INITIAL_STD)
-        self._covariance: list[list[float]] = []
-        self._initial_variance: list[float] = []
-        if self._scale is not None:
-            self._reset_covariance(self._scale)
+        self._prior_mixed = PRIOR_MIXED if has_graphs else 0.0
+        level, slope = LEVEL_STD, SLOPE_STD
+        self._std = np.array(
+            [level, slope, slope, level, level, level, slope, level, level]
+            + [JUMP_STD] * len(ladder)
+        )
+        self._state = np.zeros(len(self._std))
+        self._scale = 0.0
         self._outliers = 0
-        self._steps = 0
-        self._priors: dict[int, tuple[list[float], list[float]]] = {}
-        self._tables: dict[int, tuple[int, StepCostTable]] = {}
+        # By batch size: prior means and features of all kinds of steps; measured curves.
+        self._laws: dict[int, tuple[Floats, Floats]] = {}
+        self._curves: dict[int, tuple[list[float], list[float]]] = {}
+        if costs is not None:
+            self._set_scale(costs.bare_seconds(1))
 
     @property
     def has_estimate(self) -> bool:
         """False before the first step of an engine without measured costs."""
-        return self._scale is not None
+        return self._scale > 0
 
-    def table(self, batch_size: int) -> StepCostTable:
-        """The costs at a batch size, at most a few steps old."""
-        cached = self._tables.get(batch_size)
-        if cached is not None and self._steps - cached[0] < TABLE_REFRESH_STEPS:
-            return cached[1]
-        table = self._compute_table(batch_size)
-        self._tables[batch_size] = (self._steps, table)
-        return table
+    def table(self, batch_size: int, prefill: int = 0, *, optimism: float = 0.0) -> StepCostTable:
+        """The costs at a batch size, of steps that also process `prefill` tokens of prompts.
 
-    def observe(self, batch_size: int, drafts: int, k: int, seconds: float) -> None:
-        """A step of `batch_size` requests that verified `drafts` in all and drafted k for each."""
+        `optimism`: standard deviations by which the cost of uniform steps with drafts, relative to
+        those without, is underestimated.
+        """
+        law = self._laws.get(batch_size)
+        if law is None:
+            law = self._laws[batch_size] = self._law(batch_size)
+        prior, features = law
+        seconds = np.maximum(prior + features @ self._state, MIN_SHARE_OF_PRIOR * prior)
+        uniform, mixed, draft = seconds.reshape(3, -1)
+        # The rows of `draft` are steps that verify nothing.
+        draft = np.maximum(draft - uniform[0], 0.0)
+        if optimism:
+            # What steps that verify and draft the same rung cost more than those that do neither.
+            rows = features[: len(uniform)] + features[2 * len(uniform) :] - 2 * features[0]
+            variance = ((rows @ self._covariance) * rows).sum(axis=1)
+            lower = uniform - optimism * np.sqrt(np.maximum(variance, 0.0))
+            uniform = np.maximum(lower, MIN_SHARE_OF_PRIOR * uniform)
+        if prefill:
+            other = max(0.0, float(self._state[7] + self._state[8] * prefill / 64))
+            uniform, mixed = uniform + other, mixed + other
+        return StepCostTable(batch_size, self.ladder, uniform, mixed, draft)
+
+    def observe(
+        self,
+        batch_size: int,
+        drafts: int,
+        k: int,
+        seconds: float,
+        *,
+        is_mixed: bool = False,
+        prefill: int = 0,
+    ) -> None:
+        """A step of `batch_size` requests that verified `drafts` in all and drafted k for each.
+
+        `is_mixed`: not the same number for each; `prefill`: tokens of prompts in the same step.
+        """
         if seconds <= 0:
             raise ValueError(f"a step took {seconds} s, expected more than 0")
-        if self._scale is None:
-            relative = 1 + PRIOR_REQUEST * batch_size + PRIOR_VERIFY * drafts
-            self._scale = seconds / (relative + _prior_drafting(batch_size, k))
-            self._reset_covariance(self._scale)
-        self._steps += 1
-        features = _features(batch_size, drafts, k)
+        if not self._scale:
+            drafting = PRIOR_DRAFTING if k else 0.0
+            self._set_scale(seconds / (1 + drafting + PRIOR_DRAFT * (drafts + batch_size * k)))
+        features = self._features(batch_size, drafts, k, is_mixed, prefill)
         prior = self._prior(batch_size, drafts, k)
-        expected = prior + _dot(self._state, features)
+        if is_mixed and drafts:
+            prior += self._prior_mixed * self._scale
+        expected = prior + float(features @ self._state)
         innovation = seconds - expected
-        noise = OBSERVATION_NOISE * max(expected, 0.2 * prior)
-        projected = [_dot(row, features) for row in self._covariance]  # P·h
-        variance = _dot(projected, features) + noise * noise
+        noise = (OBSERVATION_NOISE * max(expected, 0.2 * prior)) ** 2
+        projected = self._covariance @ features  # P·h
+        variance = float(projected @ features) + noise
         if innovation * innovation > OUTLIER_SIGMAS * OUTLIER_SIGMAS * variance:
             self._outliers += 1
             if innovation > 0 and self._outliers < OUTLIERS_BEFORE_RESET:
                 return
-            self._reset_covariance(self._scale)
-            projected = [_dot(row, features) for row in self._covariance]
-            variance = _dot(projected, features) + noise * noise
-            self._tables.clear()
+            self._covariance = np.diag(self._initial_variance)
+            projected = self._covariance @ features
+            variance = float(projected @ features) + noise
         self._outliers = 0
-        gain = [value / variance for value in projected]
-        self._state = [value + g * innovation for value, g in zip(self._state, gain, strict=True)]
-        self._covariance = [
-            [value - g * other for value, other in zip(row, projected, strict=True)]
-            for row, g in zip(self._covariance, gain, strict=True)
-        ]
-        for index, initial in enumerate(self._initial_variance):
-            if self._covariance[index][index] < initial:
-                self._covariance[index][index] += initial / PROCESS_NOISE_STEPS
+        gain = projected / variance
+        self._state = self._state + gain * innovation
+        self._covariance -= np.outer(gain, projected)
+        diagonal = self._covariance.diagonal()
+        self._covariance[self._diagonal] += np.where(
+            diagonal < self._initial_variance, self._initial_variance / PROCESS_NOISE_STEPS, 0.0
+        )
 
-    def _reset_covariance(self, scale: float) -> None:
-        self._initial_variance = [(std * scale) ** 2 for std in INITIAL_STD]
-        self._covariance = [
-            [variance if column == row else 0.0 for column in range(len(INITIAL_STD))]
-            for row, variance in enumerate(self._initial_variance)
-        ]
+    def _set_scale(self, scale: float) -> None:
+        self._scale = scale
+        self._initial_variance = (self._std * scale) ** 2
+        self._covariance = np.diag(self._initial_variance)
+        self._diagonal = np.diag_indices(len(self._std))
 
-    def _compute_table(self, batch_size: int) -> StepCostTable:
-        """Linear between whole drafts per request, and monotone: more drafts never cost less."""
-        verify_prior, draft_prior = self._prior_curves(batch_size)
-        verify_knots, floor = [], 0.0
-        for drafts, prior in enumerate(verify_prior):
-            estimate = prior + _dot(self._state, _features(batch_size, drafts * batch_size, 0))
-            floor = max(estimate, floor, 0.05 * prior)
-            verify_knots.append(floor)
-        baseline = _dot(self._state, _features(batch_size, 0, 0))
-        draft, floor = [], 0.0
-        for k, prior in enumerate(draft_prior):
-            estimate = prior + _dot(self._state, _features(batch_size, 0, k)) - baseline
-            floor = max(estimate, floor)
-            draft.append(floor)
-        stride = max(1, batch_size // TABLE_POINTS)
-        # The first draft of a batch has a cost of its own (the feature n > 0), which a line from
-        # no drafts to one per request would hide.
-        any_drafts = max(0.0, _dot(self._state, _features(batch_size, 1, 0)) - baseline)
-        from_first = [min(verify_knots[0] + any_drafts, verify_knots[1]), *verify_knots[1:]]
-        verify = verify_knots[:1] + [
-            _at(from_first, drafts / batch_size)
-            for drafts in range(stride, batch_size * self._max_drafts + 1, stride)
-        ]
-        return StepCostTable(batch_size, stride, verify, draft)
+    def _features(
+        self, batch_size: int, drafts: int, k: int, is_mixed: bool, prefill: int
+    ) -> Floats:
+        tokens = batch_size + drafts
+        found = np.zeros(len(self._std))
+        knees = [max(0.0, (tokens - knee) / knee) for knee in KNEE_TOKENS]
+        found[:9] = (
+            1.0,
+            batch_size / 8,
+            drafts / 8,
+            *knees,
+            1.0 if k else 0.0,
+            batch_size * k / 8,
+            1.0 if prefill else 0.0,
+            prefill / 64,
+        )
+        if drafts:
+            # Lengths off the ladder have no graph either.
+            rung = 0 if is_mixed else self._rung.get(drafts // batch_size, 0)
+            found[9 + rung] = 1.0
+        return found
 
-    def _prior_curves(self, batch_size: int) -> tuple[list[float], list[float]]:
-        """Prior means of verifying, by drafts per request, and of drafting, by k."""
-        cached = self._priors.get(batch_size)
-        if cached is None:
-            counts = range(self._max_drafts + 1)
-            measured = self._measured
-            if measured is not None:
-                cached = (
-                    [measured.verify_seconds(batch_size, drafts * batch_size) for drafts in counts],
-                    [measured.draft_seconds(batch_size, k) for k in counts],
-                )
-            else:
-                assert self._scale is not None
-                bare = self._scale * (1 + PRIOR_REQUEST * batch_size)
-                cached = (
-                    [bare + self._scale * PRIOR_VERIFY * drafts * batch_size for drafts in counts],
-                    [self._scale * _prior_drafting(batch_size, k) for k in counts],
-                )
-            self._priors[batch_size] = cached
-        return cached
+    def _law(self, batch_size: int) -> tuple[Floats, Floats]:
+        """Prior means and features of steps: uniform, mixed, and those that only draft."""
+        kinds = [(k * batch_size, 0, False) for k in self.ladder.tolist()]
+        # A mixed step of almost no drafts still costs what mixed steps cost.
+        kinds += [(max(1, k * batch_size), 0, True) for k in self.ladder.tolist()]
+        kinds += [(0, k, False) for k in self.ladder.tolist()]
+        prior = [
+            self._prior(batch_size, drafts, k) + is_mixed * self._prior_mixed * self._scale
+            for drafts, k, is_mixed in kinds
+        ]
+        features = [
+            self._features(batch_size, drafts, k, is_mixed, 0) for drafts, k, is_mixed in kinds
+        ]
+        return np.array(prior), np.array(features)
 
     def _prior(self, batch_size: int, drafts: int, k: int) -> float:
-        verify, draft = self._prior_curves(batch_size)
-        return _at(verify, drafts / batch_size) + draft[k]
-
-
-def _prior_drafting(batch_size: int, k: int) -> float:
-    return PRIOR_DRAFTING + PRIOR_DRAFT_TOKEN * batch_size * k if k else 0.0
-
-
-def _at(knots: list[float], x: float) -> float:
-    """Linear interpolation between values at 0, 1, 2, ..."""
-    left = min(int(x), len(knots) - 2)
-    return knots[left] + (x - left) * (knots[left + 1] - knots[left])
-
-
-def _features(batch_size: int, drafts: int, k: int) -> list[float]:
-    tokens = batch_size + drafts
-    return [
-        1.0,
-        batch_size / 8,
-        1.0 if drafts else 0.0,
-        drafts / 8,
-        *(max(0.0, (tokens - knee) / knee) for knee in KNEE_TOKENS),
-        1.0 if k else 0.0,
-        batch_size * k / 8,
-    ]
-
-
-def _dot(left: list[float], right: list[float]) -> float:
-    # Plain lists: for eight numbers numpy's calls would take longer than the arithmetic.
-    return sum([a * b for a, b in zip(left, right, strict=True)])
+        measured = self._measured
+        if measured is None:
+            drafting = PRIOR_DRAFTING if k else 0.0
+            return self._scale * (1 + drafting + PRIOR_DRAFT * (drafts + batch_size * k))
+        curves = self._curves.get(batch_size)
+        if curves is None:
+            counts = range(int(self.ladder[-1]) + 1)
+            curves = self._curves[batch_size] = (
+                [measured.verify_seconds(batch_size, each * batch_size) for each in counts],
+                [measured.draft_seconds(batch_size, each) for each in counts],
+            )
+        verify, draft = curves
+        left = min(drafts // batch_size, len(verify) - 2)
+        rise = (drafts / batch_size - left) * (verify[left + 1] - verify[left])
+        return verify[left] + rise + draft[k]

@@ -5,59 +5,88 @@ expected tokens per second:
 
 1. `acceptance_model` estimates the survival function of each request's drafts, `cost_model` the
    seconds of a step.
-2. K, the number of tokens drafted for each request, is the one with the highest throughput.
-   With hysteresis: another K must be at least 1% better, and drafting that is off
-   (K = 0) must be 2% better than no drafting before it is switched on.
-3. Of the drafts at hand, those are verified whose survival probability pays for their time.
+2. K, the number of tokens drafted for each request, is the rung of the ladder with the highest
+   throughput. The ladder holds the lengths for which the engine has captured graphs.
+3. Of the drafts at hand, every request verifies the same number, a rung again, so that the step
+   runs in such a graph. Requests verify different numbers only where the cost model says that this
+   is faster in spite of leaving the graph, or where their own limits ask for it.
    Drafts from prompt lookup replace those of the drafter where more of them should be accepted.
 4. If no K beats K = 0, nothing would be learnt about acceptance. A probe then drafts and verifies a
-   little every now and then (`ProbeScheduler`). Probes may take a fixed share of the time, half of
-   it after many failures in a row, and are never more than `MAX_PROBE_INTERVAL` steps apart. A
-   successful probe is followed by another at once, until the estimate has changed or one fails.
-5. Without measured costs, the first steps at each batch size are spent on measuring them; and while
-   drafting is on, a rare step without drafts keeps the cost of such steps known
-   (`CostExploration`).
+   little every now and then (`ProbeScheduler`), for a fixed share of the time. A successful probe
+   is followed by another at once, until the estimate has changed or one fails.
+5. Without measured costs, the first steps at each batch size are spent on measuring each rung.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from leadout.control.acceptance_model import AcceptanceCurve, AcceptanceModel, DraftOutcome
-from leadout.control.cost_model import (
-    StepCostFilter,
-    StepCosts,
-    StepCostTable,
-    Survival,
-    drafts_to_verify,
-    min_worthwhile_survival,
-    throughput_by_k,
+import numpy as np
+
+from leadout.control.acceptance_model import (
+    AcceptanceCurve,
+    AcceptanceModel,
+    DraftOutcome,
+    Floats,
+    Ints,
+    Outcomes,
 )
+from leadout.control.cost_model import StepCostFilter, StepCosts, StepCostTable, optimise
 
-MIN_GAIN_TO_SWITCH_ON = 1.02  # over K = 0
-MIN_GAIN_TO_CHANGE_K = 1.01  # over the present K
-REQUESTS_PER_PLAN_STEP = 16  # a plan for n requests is used for 1 + n // 16 steps
 # Exploration: steps taken to learn acceptance or costs rather than because they are the fastest.
+# Standard deviations by which costs are underestimated: a rung that was measured too slow by
+# accident is tried again, until its cost is known.
+OPTIMISM = 1.0
 PROBE_TIME_SHARE = 0.02
-# Limits for probes larger than the smallest: cost of drafting and verifying, in baseline steps.
-MAX_PROBE_DRAFTING, MAX_PROBE_VERIFYING = 0.2, 0.08
-MIN_PROBE_DRAFTS = 2  # for a request
-MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 200  # steps
-FAILURES_BEFORE_BACKOFF, BACKOFF_FACTOR = 20, 2  # after 20 in a row, probes are half as frequent
+MAX_PROBE_COST = 0.25  # of a probe larger than the smallest, in baseline steps
+MAX_PROBE_INTERVAL = 200  # steps
 PRIOR_REJECTIONS = 2  # added to what a series of probes has shown
-MAX_STEPS_WITHOUT_BASELINE = 256  # with drafts, between two steps that show what drafting costs
-MEASUREMENTS = 2  # of each kind of step, without measured costs
 
 
-@dataclass(frozen=True, slots=True)
-class DecodingRequest:
+def ladder_up_to(max_drafts: int) -> tuple[int, ...]:
+    """0, 1, 2, 3, 5, 7, 11, 15, ... and `max_drafts`: few enough to capture a graph for each."""
+    rungs, step = [0, 1], 1
+    while rungs[-1] < max_drafts:
+        rungs += [rungs[-1] + step, rungs[-1] + 2 * step]
+        step *= 2
+    return (*(k for k in rungs if k < max_drafts), max_drafts)
+
+
+class DecodingRequest(NamedTuple):
     """A request in the next step, with numbers of drafts."""
 
     request_id: str
     available: int  # made by the drafter in the step before
     limit: int  # maximum for this request
     lookup: int = 0  # from prompt lookup, which may replace the drafter's
+
+
+class Batch:
+    """The requests of the next step, as arrays [requests]."""
+
+    __slots__ = ("available", "limits", "lookup", "request_ids")
+
+    def __init__(
+        self, request_ids: Sequence[str], available: Ints, limits: Ints, lookup: Ints | None = None
+    ) -> None:
+        """`lookup` None: prompt lookup has found nothing."""
+        self.request_ids, self.available = request_ids, available
+        self.limits, self.lookup = limits, lookup
+
+    @classmethod
+    def of(cls, requests: Iterable[DecodingRequest]) -> Batch:
+        rows = list(requests)
+        if not rows:
+            return cls((), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        request_ids, available, limits, lookup = zip(*rows, strict=True)
+        return cls(
+            request_ids,
+            np.array(available, np.int64),
+            np.array(limits, np.int64),
+            np.array(lookup, np.int64) if any(lookup) else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,194 +105,218 @@ class Decision:
     use_lookup: tuple[bool, ...]
 
 
-@dataclass(slots=True)
-class _Plan:
-    """The optimum for a batch, used for some steps as acceptance changes slowly."""
-
-    batch_size: int
-    max_drafts: int
-    rate: float  # tokens per second
-    min_survival: float  # of drafts worth verifying
-    gain: float
-    steps_left: int
-
-    def use(self, batch_size: int, max_drafts: int) -> bool:
-        """Whether the plan holds for one more step."""
-        self.steps_left -= 1
-        is_same = (batch_size, max_drafts) == (self.batch_size, self.max_drafts)
-        return self.steps_left >= 0 and is_same
-
-
 class Policy:
     """The draft-length policy of one engine."""
 
     def __init__(
-        self, max_drafts: int, costs: StepCosts | None = None, prior: AcceptanceCurve | None = None
+        self,
+        max_drafts: int,
+        costs: StepCosts | None = None,
+        prior: AcceptanceCurve | None = None,
+        *,
+        ladder: Sequence[int] | None = None,
+        has_graphs: bool = False,
     ) -> None:
-        """`costs` and `prior` are what `leadout tune` measured, if anything."""
+        """`costs` and `prior` are what `leadout tune` measured, if anything.
+
+        `ladder`: the K to choose from, 0 and `max_drafts` included; default: all. `has_graphs`: the
+        engine has captured a graph for each of them, and none for steps of different lengths.
+        """
+        self.ladder = tuple(ladder) if ladder is not None else tuple(range(max_drafts + 1))
+        if max(self.ladder) != max_drafts:
+            raise ValueError(f"the ladder is {self.ladder}, expected to end at {max_drafts}")
         self._max_drafts = max_drafts
         self.acceptance = AcceptanceModel(max_drafts, prior)
         self._lookup_acceptance = AcceptanceModel(max_drafts)
-        self.costs = StepCostFilter(max_drafts, costs)
-        self._cost_exploration = CostExploration(has_measured_costs=costs is not None)
+        self.costs = StepCostFilter(self.ladder, costs, has_graphs=has_graphs)
+        self._survey = CostSurvey(() if costs is not None else self.ladder)
         self._probes = ProbeScheduler()
         self._k = max_drafts
         self._pending_probe: Probe | None = None  # drafted, not yet verified
         self._is_off = False
-        self._plan: _Plan | None = None
+        self._prefill = 0  # tokens of prompts in the last step
+        self._no_lookup: tuple[bool, ...] = ()
 
-    def decide(self, requests: Sequence[DecodingRequest]) -> Decision:
-        if not requests:  # others may be in prefill, and need drafts after it
+    def decide(self, requests: Batch | Sequence[DecodingRequest]) -> Decision:
+        batch = requests if isinstance(requests, Batch) else Batch.of(requests)
+        batch_size = len(batch.request_ids)
+        if not batch_size:  # others may be in prefill, and need drafts after it
             return Decision((), self._k, False, None, ())
-        batch_size = len(requests)
-        limits = [min(request.limit, self._max_drafts) for request in requests]
-        available = [
-            min(request.available, limit) for request, limit in zip(requests, limits, strict=True)
-        ]
-        max_drafts = max(limits)
-        requested_k = self._cost_exploration.requested_k(batch_size, self._max_drafts)
+        if len(self._no_lookup) != batch_size:
+            self._no_lookup = (False,) * batch_size
+        limits = np.minimum(batch.limits, self._max_drafts)
+        available = np.minimum(batch.available, limits)
+        max_drafts = int(limits.max())
+        surveyed_k = self._survey.requested_k(batch_size)
+        if surveyed_k is not None:
+            surveyed_k = max(k for k in self.ladder if k <= min(surveyed_k, max_drafts))
         if not self.costs.has_estimate:
-            draft = min(requested_k or 0, max_drafts)
-            return Decision(tuple(available), draft, False, None, (False,) * batch_size)
-        survivals: list[Survival] = [self.acceptance.survival(each.request_id) for each in requests]
-        costs = self.costs.table(batch_size)
-        if self._plan is None or not self._plan.use(batch_size, max_drafts):
-            self._plan = self._optimise(survivals, limits, available, costs)
-        plan = self._plan
-        use_lookup = [False] * batch_size
-        if self._pending_probe is not None and self._is_off and any(available):
-            trials = [self.acceptance.trials(request.request_id) for request in requests]
-            verify = allocate_probe(self._pending_probe.drafts, available, trials)
-        elif requested_k:
-            verify = available
+            verify = tuple(available.tolist())
+            return Decision(verify, surveyed_k or 0, False, None, self._no_lookup)
+        costs = self.costs.table(batch_size, self._prefill, optimism=OPTIMISM)
+        survival = self.acceptance.survival(batch.request_ids)
+        optimum = optimise(survival, limits, costs)
+        rung = self._choose(optimum.rates, max_drafts)
+        rate = float(optimum.rates[rung])
+        use_lookup = self._no_lookup
+        if self._is_off and self._pending_probe is not None and available.any():
+            verify_counts = self._pending_probe.share_out(
+                available, self.acceptance.trials(batch.request_ids)
+            )
+        elif surveyed_k is not None:
+            verify_counts = available
         else:
-            use_lookup = self._prefer_lookup(requests, survivals, available)
-            min_survival = plan.min_survival
-            if any(use_lookup):  # the plan was made without them
-                min_survival = min_worthwhile_survival(survivals, available, costs, plan.rate)
-            verify = drafts_to_verify(survivals, available, min_survival)
-        draft, is_probe = (self._k if requested_k is None else min(requested_k, max_drafts)), False
-        if self._is_off and requested_k is None and max_drafts:
+            min_survival = float(optimum.min_survival[rung])
+            verify_counts = self._drafts_to_verify(survival, available, min_survival)
+            if batch.lookup is not None:
+                lookup = np.minimum(batch.lookup, limits)
+                verify_counts, use_lookup = self._prefer_lookup(
+                    batch.request_ids, lookup, survival, verify_counts, costs, rate
+                )
+        draft, is_probe = self._k if surveyed_k is None else surveyed_k, False
+        if self._is_off and surveyed_k is None and max_drafts >= self.ladder[1]:
             probe = Probe.affordable(costs, max_drafts)
             if self._probes.is_due(probe):
                 self._pending_probe, draft, is_probe = probe, probe.k, True
-        return Decision(tuple(verify), draft, is_probe, plan.gain, tuple(use_lookup))
+        gain = rate / float(optimum.rates[0])
+        return Decision(tuple(verify_counts.tolist()), draft, is_probe, gain, use_lookup)
 
-    def observe(self, outcomes: Sequence[DraftOutcome], k: int, seconds: float | None) -> None:
+    def observe(
+        self,
+        outcomes: Outcomes | Sequence[DraftOutcome],
+        k: int,
+        seconds: float | None,
+        prefill: int = 0,
+    ) -> None:
         """Learn from a step that drafted k tokens for each request.
 
-        `seconds` is None if the step did other work, such as prefill: its time says nothing about
-        decoding.
+        `prefill`: tokens of prompts in the same step. `seconds` is None if the step's time says
+        nothing about its work.
         """
-        batch_size = len(outcomes)
+        found = outcomes if isinstance(outcomes, Outcomes) else Outcomes.of(outcomes)
+        batch_size = len(found.request_ids)
+        self._prefill = prefill
         if not batch_size:
             return
-        drafts = sum([outcome.verified for outcome in outcomes])
-        self._cost_exploration.record(batch_size, drafts, k)
-        lookup = [outcome for outcome in outcomes if outcome.from_lookup]
-        drafted = [each for each in outcomes if not each.from_lookup] if lookup else outcomes
-        has_probed = self._is_off and self._pending_probe is not None
-        if has_probed and any(outcome.verified for outcome in drafted):
+        drafts = int(found.verified.sum())
+        is_mixed = drafts != batch_size * int(found.verified[0]) or bool(
+            (found.verified != found.verified[0]).any()
+        )
+        drafted, lookup = found.split()
+        if self._is_off and self._pending_probe is not None and drafted.verified.any():
             self._observe_probe(drafted, batch_size)
         self.acceptance.observe(drafted)
-        if lookup:
+        if lookup is not None:
             self._lookup_acceptance.observe(lookup)
         if seconds is not None:
-            self.costs.observe(batch_size, drafts, k, seconds)
+            self._survey.record(batch_size)
+            self.costs.observe(batch_size, drafts, k, seconds, is_mixed=is_mixed, prefill=prefill)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known about a request that has ended."""
         self.acceptance.forget(request_id)
         self._lookup_acceptance.forget(request_id)
 
-    def _optimise(
-        self,
-        survivals: Sequence[Survival],
-        limits: Sequence[int],
-        available: Sequence[int],
-        costs: StepCostTable,
-    ) -> _Plan:
-        by_k = throughput_by_k(survivals, limits, costs)
-        self._choose_k(by_k, max(limits))
-        rate = max(by_k[self._k], by_k[0])
-        max_verified = self._k or max(available)
-        usual = [min(limit, max_verified) for limit in limits]
-        return _Plan(
-            batch_size=len(limits),
-            max_drafts=max(limits),
-            rate=rate,
-            min_survival=min_worthwhile_survival(survivals, usual, costs, rate),
-            gain=rate / by_k[0],
-            steps_left=len(limits) // REQUESTS_PER_PLAN_STEP,
-        )
-
-    def _choose_k(self, by_k: Sequence[float], max_drafts: int) -> None:
-        """Take the K with the highest throughput, with hysteresis."""
-        best = max(range(max_drafts + 1), key=by_k.__getitem__)
-        if by_k[best] <= by_k[0] or (self._is_off and by_k[best] < MIN_GAIN_TO_SWITCH_ON * by_k[0]):
-            self._is_off, self._k = True, 0
-            return
-        if self._is_off:
-            self._is_off, self._pending_probe = False, None
+    def _choose(self, rates: Floats, max_drafts: int) -> int:
+        """The rung with the highest throughput; sets K."""
+        count = sum(k <= max_drafts for k in self.ladder)
+        rung = int(rates[:count].argmax())
+        self._k = self.ladder[rung]
+        if self._k and self._is_off:
+            self._pending_probe = None
             self._probes.reset()
-        is_near_best = (
-            0 < self._k <= max_drafts and by_k[best] < MIN_GAIN_TO_CHANGE_K * by_k[self._k]
-        )
-        if not (is_near_best and by_k[self._k] > by_k[0]):
-            self._k = best
+        self._is_off = not self._k
+        return rung
+
+    def _drafts_to_verify(self, survival: Floats, available: Ints, min_survival: float) -> Ints:
+        if self._is_off:
+            return np.zeros_like(available)
+        if min_survival:
+            return np.minimum((survival >= min_survival).sum(axis=1), available)
+        return np.minimum(available, self._k)
 
     def _prefer_lookup(
-        self, requests: Sequence[DecodingRequest], survivals: list[Survival], available: list[int]
-    ) -> list[bool]:
+        self,
+        request_ids: Sequence[str],
+        lookup: Ints,
+        survival: Floats,
+        verify: Ints,
+        costs: StepCostTable,
+        rate: float,
+    ) -> tuple[Ints, tuple[bool, ...]]:
         """Replace the drafter's drafts by those from prompt lookup where more should be accepted.
 
-        Changes `survivals` and `available` in place.
+        Time is valued at `rate`, the tokens per second of the whole.
         """
-        use_lookup = [False] * len(requests)
-        for index, request in enumerate(requests):
-            count = min(request.lookup, request.limit, self._max_drafts)
-            if not count:
-                continue
-            survival = self._lookup_acceptance.survival(request.request_id)
-            if sum(survival[:count]) > sum(survivals[index][: available[index]]):
-                survivals[index], available[index], use_lookup[index] = survival, count, True
-        return use_lookup
+        found = self._lookup_acceptance.survival(request_ids)
+        per_draft = (costs.mixed[-1] - costs.mixed[0]) / (self._max_drafts * costs.batch_size)
+        lookup = np.minimum(lookup, (found >= rate * per_draft).sum(axis=1))
+        positions = np.arange(self._max_drafts)
+        gained = (found * (positions < lookup[:, None])).sum(axis=1)
+        gained -= (survival * (positions < verify[:, None])).sum(axis=1)
+        use = gained > 0
+        replaced = np.where(use, lookup, verify)
+        if not verify.any():
+            # Any verification has a cost of its own.
+            seconds = float(costs.mixed_seconds(int(replaced.sum()))) - float(costs.uniform[0])
+            if float(gained[use].sum()) <= rate * seconds:
+                return verify, self._no_lookup
+        return replaced, tuple(use.tolist())
 
-    def _observe_probe(self, outcomes: Sequence[DraftOutcome], batch_size: int) -> None:
-        accepted = sum([outcome.accepted for outcome in outcomes])
-        rejected = sum([outcome.accepted < outcome.verified for outcome in outcomes])
+    def _observe_probe(self, outcomes: Outcomes, batch_size: int) -> None:
+        accepted = int(outcomes.accepted.sum())
+        rejected = int((outcomes.accepted < outcomes.verified).sum())
         self._pending_probe = None
-        table = self.costs.table(batch_size)
+        table = self.costs.table(batch_size, self._prefill)
         if self._probes.probe_succeeded(accepted, accepted + rejected, table):
             self.acceptance.discount_history()
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An exploratory draft: k tokens for each request, of which `drafts` in all are verified."""
+    """An exploratory draft: k tokens for each request.
+
+    All requests verify it (`drafts` None), or as many as `drafts` in all.
+    """
 
     k: int
-    drafts: int
+    drafts: int | None
     cost: float  # in baseline steps
 
     @classmethod
     def affordable(cls, costs: StepCostTable, max_drafts: int) -> Probe:
-        """The largest probe that stays cheap."""
-        baseline = costs.baseline
-        k = min(MIN_PROBE_DRAFTS, max_drafts)
-        while (
-            k < max_drafts and costs.draft[k + 1] - costs.draft[0] <= MAX_PROBE_DRAFTING * baseline
-        ):
-            k += 1
-        index = max(1, k // costs.stride)
-        while (
-            index + 1 < len(costs.verify)
-            and (index + 1) * costs.stride <= k * costs.batch_size
-            and costs.verify[index + 1] - costs.verify[0] <= MAX_PROBE_VERIFYING * baseline
-        ):
-            index += 1
-        extra = costs.draft[k] - costs.draft[0] + costs.verify[index] - costs.verify[0]
-        return cls(k, max(k, index * costs.stride), extra / baseline)
+        """The longest probe that stays cheap, verified by all requests or by some.
+
+        `max_drafts` is at least the first rung above 0.
+        """
+        ladder = costs.ladder
+        count = int((ladder <= max_drafts).sum())
+        drafting = costs.draft[1:count] - costs.draft[0]
+        uniform = (drafting + costs.uniform[1:count] - costs.uniform[0]) / costs.baseline
+        # For one request; more of them as far as the limit goes.
+        some = ladder[1:count]
+        mixed = (drafting + costs.mixed_seconds(some) - costs.uniform[0]) / costs.baseline
+        cheap = np.flatnonzero((uniform <= MAX_PROBE_COST) | (mixed <= MAX_PROBE_COST))
+        index = int(cheap[-1]) if len(cheap) else int(np.minimum(uniform, mixed).argmin())
+        k = int(some[index])
+        if uniform[index] <= max(MAX_PROBE_COST, mixed[index]):
+            return cls(k, None, float(uniform[index]))
+        drafts = np.arange(k, k * costs.batch_size + 1, k)
+        seconds = costs.mixed_seconds(drafts) - costs.uniform[0] + drafting[index]
+        within = np.flatnonzero(seconds <= MAX_PROBE_COST * costs.baseline)
+        last = int(within[-1]) if len(within) else 0
+        return cls(k, int(drafts[last]), float(seconds[last]) / costs.baseline)
+
+    def share_out(self, available: Ints, trials: Floats) -> Ints:
+        """The drafts that each request verifies: those with the fewest trials come first."""
+        limited = np.minimum(available, self.k)
+        if self.drafts is None:
+            return limited
+        order = np.argsort(trials, kind="stable")
+        before = np.cumsum(limited[order]) - limited[order]
+        verify = np.zeros_like(limited)
+        verify[order] = np.clip(self.drafts - before, 0, limited[order])
+        return verify
 
 
 class ProbeScheduler:
@@ -271,7 +324,6 @@ class ProbeScheduler:
 
     def __init__(self) -> None:
         self._steps_since_probe = 0
-        self._failures = 0
         self._accepted = self._trials = 0  # of the present series of probes
         self._repeats = False
 
@@ -284,61 +336,47 @@ class ProbeScheduler:
         return True
 
     def interval(self, probe: Probe) -> int:
-        steps = probe.cost / PROBE_TIME_SHARE
-        if self._failures >= FAILURES_BEFORE_BACKOFF:
-            steps *= BACKOFF_FACTOR
-        return int(min(max(steps, MIN_PROBE_INTERVAL), MAX_PROBE_INTERVAL))
+        return int(min(probe.cost / PROBE_TIME_SHARE, MAX_PROBE_INTERVAL))
 
     def probe_succeeded(self, accepted: int, trials: int, costs: StepCostTable) -> bool:
         """Record a probe's outcome; whether drafting would pay by this series of probes alone."""
         self._accepted += accepted
         self._trials += trials
         probability = self._accepted / (self._trials + PRIOR_REJECTIONS)
-        survival = [probability ** (k + 1) for k in range(len(costs.draft) - 1)]
-        batch_size = costs.batch_size
-        best = max(throughput_by_k([survival] * batch_size, [len(survival)] * batch_size, costs))
-        self._repeats = best > batch_size / costs.baseline
-        if self._repeats:
-            self._failures = 0
-        else:
-            self._failures += 1
+        powers = np.cumsum(probability ** np.arange(int(costs.ladder[-1]) + 1))  # from p⁰ = 1
+        rates = costs.batch_size * powers[costs.ladder] / (costs.uniform + costs.draft)
+        self._repeats = bool(rates.argmax())
+        if not self._repeats:
             self._accepted = self._trials = 0
         return self._repeats
 
     def reset(self) -> None:
         """Drafting is on again."""
-        self._steps_since_probe = self._failures = self._accepted = self._trials = 0
+        self._steps_since_probe = self._accepted = self._trials = 0
         self._repeats = False
 
 
-class CostExploration:
-    """Asks for steps whose cost should be measured."""
+class CostSurvey:
+    """Asks for one step with each K at each size of batch, so that no rung's cost is a guess."""
 
-    def __init__(self, has_measured_costs: bool) -> None:
-        self._has_measured_costs = has_measured_costs
-        self._measured: dict[tuple[int, bool], int] = {}  # by size class and whether with drafts
-        self._steps_with_drafts = 0
+    def __init__(self, ladder: Sequence[int]) -> None:
+        """An empty ladder: all costs are measured already."""
+        self._ladder = ladder
+        self._missing: dict[int, list[int]] = {}  # by size class, the next K last
 
-    def requested_k(self, batch_size: int, max_drafts: int) -> int | None:
+    def requested_k(self, batch_size: int) -> int | None:
         """The K of the step that should be measured now; None: any."""
-        if not self._has_measured_costs:
-            for with_drafts in (False, True):
-                if self._measured.get((batch_size.bit_length(), with_drafts), 0) < MEASUREMENTS:
-                    return max_drafts if with_drafts else 0
-        return 0 if self._steps_with_drafts >= MAX_STEPS_WITHOUT_BASELINE else None
+        missing = self._missing_at(batch_size)
+        return missing[-1] if missing else None
 
-    def record(self, batch_size: int, drafts: int, k: int) -> None:
-        # A step without drafting or without drafts shows what the other part of a step costs.
-        self._steps_with_drafts = self._steps_with_drafts + 1 if drafts and k else 0
-        if bool(drafts) == bool(k):
-            key = (batch_size.bit_length(), bool(k))
-            self._measured[key] = self._measured.get(key, 0) + 1
+    def record(self, batch_size: int) -> None:
+        """A step has been measured. What it drafted, the next one verifies."""
+        missing = self._missing_at(batch_size)
+        if missing:
+            missing.pop()
 
-
-def allocate_probe(drafts: int, limits: Sequence[int], trials: Sequence[float]) -> list[int]:
-    """Share out `drafts` in all, as large as possible, to the requests with the fewest trials."""
-    allocated = [0] * len(limits)
-    for index in sorted(range(len(limits)), key=trials.__getitem__):
-        allocated[index] = min(limits[index], drafts)
-        drafts -= allocated[index]
-    return allocated
+    def _missing_at(self, batch_size: int) -> list[int]:
+        size = batch_size.bit_length()
+        if size not in self._missing:
+            self._missing[size] = list(reversed(self._ladder))
+        return self._missing[size]

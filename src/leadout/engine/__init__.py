@@ -3,6 +3,7 @@
 Inside vLLM's processes
 - `plugin`: vLLM's entry point into Leadout; registers the draft model class
 - `draft_model`: the DFlash drafter as vLLM runs it
+- `idle_drafter`: a worker whose drafter skips its layers in steps without drafts
 - `scheduler`: Leadout's schedulers, which attach the features below to each step
 - `live`: connects the schedulers with the draft-length policy
 - `fail_safe`: switches a feature off after its first error

@@ -11,13 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from leadout.control.acceptance_model import DraftOutcome
-from leadout.control.policy import Decision, DecodingRequest, Policy
+from leadout.control.acceptance_model import Ints, Outcomes
+from leadout.control.policy import Batch, Decision, Policy
 from leadout.control.prompt_lookup import PromptLookup
 from leadout.engine.counters import (
     WINDOW_SECONDS,
@@ -116,16 +118,30 @@ def read_live_metrics(path: Path) -> LiveMetrics | None:
 class Step:
     """A step in flight."""
 
-    request_ids: tuple[str, ...]
+    request_ids: Sequence[str]
     decision: Decision
     available: int  # drafts of the drafter that could be verified
     started: float
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """What one request verifies: the first of the drafter's drafts, or those of prompt lookup."""
+class StepReport:
+    """What the engine did in a step, by request.
 
+    `scheduled` holds the tokens of all requests, `verified` the drafts among them, `sampled` the
+    new tokens; `drafted` is the K of the step.
+    """
+
+    scheduled: Mapping[str, int]
+    verified: Mapping[str, int]
+    sampled: Mapping[str, int]
+    drafted: int
+
+
+class Drafts(NamedTuple):
+    """Other drafts for a request: the first of the drafter's, or those of prompt lookup."""
+
+    request: Any
     tokens: list[int]
     from_lookup: bool
 
@@ -153,53 +169,57 @@ class LiveControl:
         self._has_logged_bad_option = False
 
     def plan(self, requests: Sequence[Any]) -> tuple[Step, list[Drafts]]:
-        """The next step of the decoding requests, and what each of them verifies in it."""
-        decoding, proposals = [], []
-        for request in requests:
-            limit = self._limit(request)
-            proposal = self._look_up(request) if limit else []
-            proposals.append(proposal)
-            available = len(request.spec_token_ids)
-            decoding.append(DecodingRequest(request.request_id, available, limit, len(proposal)))
-        decision = self._policy.decide(decoding)
-        chosen = []
-        for request, count, proposal, use_lookup in zip(
-            requests, decision.verify, proposals, decision.use_lookup, strict=True
-        ):
-            drafts = proposal if use_lookup else request.spec_token_ids
-            chosen.append(Drafts(list(drafts[:count]), use_lookup))
-        step = Step(
-            request_ids=tuple(each.request_id for each in decoding),
-            decision=decision,
-            available=sum(each.available for each in decoding),
-            started=time.perf_counter(),
+        """The next step of the decoding requests, and those whose drafts change for it."""
+        request_ids = [request.request_id for request in requests]
+        limits = self._limits_of(requests, request_ids)
+        available = [len(request.spec_token_ids) for request in requests]
+        proposals = self._look_up(requests, limits)
+        decision = self._policy.decide(
+            Batch(
+                request_ids,
+                np.array(available, np.int64),
+                np.array(limits, np.int64),
+                None if proposals is None else np.array([len(each) for each in proposals]),
+            )
         )
-        return step, chosen
+        changed = []
+        # In most steps every request verifies all that it has.
+        if decision.verify != tuple(available) or proposals is not None:
+            for index, request in enumerate(requests):
+                count = decision.verify[index]
+                if proposals is not None and decision.use_lookup[index]:
+                    changed.append(Drafts(request, proposals[index][:count], True))
+                elif count < available[index]:
+                    changed.append(Drafts(request, request.spec_token_ids[:count], False))
+        return Step(request_ids, decision, sum(available), time.perf_counter()), changed
 
-    def step_done(
-        self, step: Step, verified: Mapping[str, int], sampled: Mapping[str, int], *, is_pure: bool
-    ) -> None:
-        """Learn from a step: by request, drafts that the engine really verified and new tokens.
-
-        `is_pure`: the step did nothing but decode as decided, so that its time is the cost of
-        decoding.
-        """
+    def step_done(self, step: Step, report: StepReport) -> None:
+        """Learn from a step."""
         ended = time.perf_counter()
         # With several steps in flight, one effectively starts when the one before it ends.
         seconds = ended - max(step.started, self._last_end)
         self._last_end = ended
-        decision, outcomes = step.decision, []
-        for request_id, planned, use_lookup in zip(
-            step.request_ids, decision.verify, decision.use_lookup, strict=True
-        ):
-            tokens = sampled.get(request_id, 0)
-            if not tokens:
-                is_pure = False  # aborted, or its output was dropped
-                continue
-            count = min(verified.get(request_id, 0), planned)
-            outcomes.append(DraftOutcome(request_id, count, min(tokens - 1, count), use_lookup))
-        self._policy.observe(outcomes, decision.draft, seconds if is_pure else None)
-        self._record(step, outcomes)
+        decision, request_ids = step.decision, step.request_ids
+        scheduled, verified, sampled = report.scheduled, report.verified, report.sampled
+        use_lookup, planned = decision.use_lookup, decision.verify
+        if len(scheduled) != len(request_ids) or not all(map(scheduled.__contains__, request_ids)):
+            # With pipeline parallelism, or too few batched tokens, some requests wait.
+            kept = [index for index, each in enumerate(request_ids) if each in scheduled]
+            request_ids = [request_ids[index] for index in kept]
+            planned = tuple(planned[index] for index in kept)
+            use_lookup = tuple(use_lookup[index] for index in kept)
+        tokens = np.array(list(map(sampled.get, request_ids, repeat(0))), np.int64)
+        counts = np.array(list(map(verified.get, request_ids, repeat(0))), np.int64)
+        prefill = sum(scheduled.values()) - len(request_ids) - int(counts.sum())
+        counts = np.minimum(counts, np.array(planned, np.int64))
+        if not tokens.all():  # aborted, or its output was dropped: nothing was learnt from it
+            counts = np.where(tokens, counts, 0)
+        accepted: Ints = np.clip(tokens - 1, 0, counts)
+        outcomes = Outcomes(
+            request_ids, counts, accepted, np.array(use_lookup) if any(use_lookup) else None
+        )
+        self._policy.observe(outcomes, report.drafted, seconds, max(0, prefill))
+        self._record(step, report.drafted, outcomes)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known about a request that has ended."""
@@ -210,40 +230,51 @@ class LiveControl:
     def close(self) -> None:
         self._metrics_path.unlink(missing_ok=True)
 
+    def _limits_of(self, requests: Sequence[Any], request_ids: Sequence[str]) -> list[int]:
+        known = self._limits
+        try:
+            return [known[each] for each in request_ids]
+        except KeyError:
+            for request in requests:
+                if request.request_id not in known:
+                    known[request.request_id] = self._limit(request)
+            return [known[each] for each in request_ids]
+
     def _limit(self, request: Any) -> int:
-        known = self._limits.get(request.request_id)
-        if known is not None:
-            return known
         parameters = request.sampling_params
         options = None if parameters is None else parameters.extra_args
         try:
-            limit = draft_limit(options, self._max_drafts)
+            return draft_limit(options, self._max_drafts)
         except ValueError as problem:
-            limit = self._max_drafts
             if not self._has_logged_bad_option:
                 self._has_logged_bad_option = True
                 self._log(f"{problem}. Further such values are not logged.")
-        self._limits[request.request_id] = limit
-        return limit
+            return self._max_drafts
 
-    def _look_up(self, request: Any) -> list[int]:
+    def _look_up(self, requests: Sequence[Any], limits: Sequence[int]) -> list[list[int]] | None:
+        """Drafts from prompt lookup for each request; None if there are none at all."""
         if not self._min_match:
-            return []
-        if request.request_id not in self._lookups:
-            self._lookups[request.request_id] = PromptLookup(self._min_match)
-        return self._lookups[request.request_id].propose(request.all_token_ids, self._max_drafts)
+            return None
+        found = []
+        for request, limit in zip(requests, limits, strict=True):
+            if request.request_id not in self._lookups:
+                self._lookups[request.request_id] = PromptLookup(self._min_match)
+            index = self._lookups[request.request_id]
+            found.append(index.propose(request.all_token_ids, self._max_drafts) if limit else [])
+        return found if any(found) else None
 
-    def _record(self, step: Step, outcomes: Sequence[DraftOutcome]) -> None:
+    def _record(self, step: Step, drafted: int, outcomes: Outcomes) -> None:
         now = time.monotonic()
+        verified, from_lookup = outcomes.verified, outcomes.from_lookup
         self._window.add(
             now,
             {
                 "steps": 1,
-                "drafted": step.decision.draft,
+                "drafted": drafted,
                 "available": step.available,
-                "verified": sum(each.verified for each in outcomes),
-                "lookup": sum(each.verified for each in outcomes if each.from_lookup),
-                "accepted": sum(each.accepted for each in outcomes),
+                "verified": int(verified.sum()),
+                "lookup": 0 if from_lookup is None else int(verified[from_lookup].sum()),
+                "accepted": int(outcomes.accepted.sum()),
                 "probes": int(step.decision.is_probe),
             },
         )

@@ -28,7 +28,7 @@ from leadout.control.policy import Policy
 from leadout.control.tuned_file import read_tuned
 from leadout.engine.capture import CaptureMixin
 from leadout.engine.fail_safe import FailSafe
-from leadout.engine.live import LiveControl, Step, live_metrics_file
+from leadout.engine.live import LiveControl, Step, StepReport, live_metrics_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import RolloutMixin
 from leadout.engine.settings import (
@@ -145,11 +145,39 @@ def make_control(vllm_config: Any) -> LiveControl:
     is_async = vllm_config.scheduler_config.async_scheduling
     sees_drafts = not (is_async or vllm_config.use_v2_model_runner)
     return LiveControl(
-        Policy(max_drafts, *measured),
+        Policy(
+            max_drafts,
+            *measured,
+            ladder=ladder_of(vllm_config),
+            has_graphs=_has_uniform_graphs(vllm_config),
+        ),
         max_drafts,
         live_metrics_file(vllm_config.instance_id, engine_index(vllm_config)),
         lambda line: logger.info("%s", line),
         min_match=settings.prompt_lookup_min_match if sees_drafts else 0,
+    )
+
+
+def ladder_of(vllm_config: Any) -> tuple[int, ...]:
+    """The K to choose from: those for which vLLM captures full graphs, or all where any K is equal.
+
+    It captures graphs for each K of its table, and without a table for the largest one only.
+    """
+    speculative, max_drafts = vllm_config.speculative_config, vllm_config.num_speculative_tokens
+    table = speculative.num_speculative_tokens_per_batch_size
+    if table:
+        return tuple(sorted({0, max_drafts} | {min(k, max_drafts) for _, _, k in table}))
+    return (0, max_drafts) if _has_uniform_graphs(vllm_config) else tuple(range(max_drafts + 1))
+
+
+def _has_uniform_graphs(vllm_config: Any) -> bool:
+    """Whether steps in which all requests have the same length are faster than others.
+
+    With adaptive verification vLLM captures graphs for any mixture of lengths instead.
+    """
+    is_adaptive = vllm_config.speculative_config.enable_adaptive_verification
+    return not is_adaptive and bool(
+        vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     )
 
 
@@ -199,15 +227,11 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
             return None
         with self._fail_safe:
             requests = [request for request in self.running if not request.is_prefill_chunk]
-            step, chosen = self._control.plan(requests)
-            for request, drafts in zip(requests, chosen, strict=True):
-                if drafts.from_lookup:
-                    # As vLLM does with the drafter's drafts: none that a grammar forbids.
-                    request.spec_token_ids = self.structured_output_manager.validate_tokens(
-                        request, drafts.tokens
-                    )
-                elif len(drafts.tokens) < len(request.spec_token_ids):
-                    request.spec_token_ids = drafts.tokens
+            step, changed = self._control.plan(requests)
+            validate = self.structured_output_manager.validate_tokens
+            for request, tokens, from_lookup in changed:
+                # As vLLM does with the drafter's drafts: none that a grammar forbids.
+                request.spec_token_ids = validate(request, tokens) if from_lookup else tokens
             return step
         return None
 
@@ -225,12 +249,15 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
             verified = {request_id: len(each) for request_id, each in drafts.items()}
             for request_id, invalid in (scheduled.num_invalid_spec_tokens or {}).items():
                 verified[request_id] -= invalid
-            # Otherwise it did other work, or did not draft as decided: its time says nothing.
-            is_pure = (
-                set(scheduled.num_scheduled_tokens) == set(step.request_ids)
-                and scheduled.num_spec_tokens_to_schedule == step.decision.draft
+            self._control.step_done(
+                step,
+                StepReport(
+                    scheduled=scheduled.num_scheduled_tokens,
+                    verified=verified,
+                    sampled=sampled,
+                    drafted=scheduled.num_spec_tokens_to_schedule,
+                ),
             )
-            self._control.step_done(step, verified, sampled, is_pure=is_pure)
 
     def _step_of(self, scheduled: Any) -> Step | None:
         """The step behind an output of `schedule`; None if it had nothing to do."""

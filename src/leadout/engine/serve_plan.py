@@ -7,17 +7,20 @@ fills in the defaults of this machine, exactly as the server will do.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
+from leadout.control.policy import ladder_up_to
 from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.cuda_graphs import graph_notes
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
 from leadout.engine.server import server_command
 from leadout.engine.settings import (
+    IDLE_DRAFTER_WORKER,
     SCHEDULER,
     CaptureSettings,
     DraftTableSettings,
@@ -243,6 +246,7 @@ class _Planner:
             asked = self._speculation.get(DRAFT_LENGTH)
             lengths = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
             if is_live:
+                lengths |= ladder_table(lengths[DRAFT_LENGTH], self._speculation, config)
                 start = "the costs in the tuned file" if tuned else "its own measurements only"
                 notes.append(
                     f"--live: K is the maximum; chosen at every step, starting from {start}"
@@ -253,6 +257,7 @@ class _Planner:
                 notes.append(NOTHING_TO_DRAFT)
                 return flags
             notes.append(f"--tuned: {json.dumps(lengths)}")
+        flags = [*flags, *_idle_drafter(self._target, flags, lengths, config)]
         draft_tokens = lengths[DRAFT_LENGTH]
         # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
         raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
@@ -267,6 +272,8 @@ class _Planner:
         raise_if_unfit(findings)
         if tuned is not None and not is_live:
             flags = with_graphs_for(tuned, parse(self._target, flags), flags, config, notes)
+        elif is_live:  # of the largest K: full graphs of the others end later
+            notes += graph_notes(config)[:1]
         else:
             notes += graph_notes(config)
         return flags
@@ -351,3 +358,43 @@ def _require_independent_ranks(flag: str, vllm_config: Any) -> None:
             f"ranks must draft in step with each other. Start one server per replica, or remove "
             f"{flag}."
         )
+
+
+# Live control
+
+
+def ladder_table(
+    max_drafts: int, speculation: Mapping[str, Any], vllm_config: Any
+) -> dict[str, Any]:
+    """vLLM's table of K by batch size for live control; empty where it has no effect.
+
+    vLLM's V2 runner captures full graphs for every K in the table. Live control then chooses among
+    them at every step, whatever the batch size, so the table itself only matters if live control
+    is off: the largest K at almost all batch sizes, the others at the largest ones.
+    """
+    sequences = vllm_config.scheduler_config.max_num_seqs
+    if (
+        not vllm_config.use_v2_model_runner
+        or sequences < 2
+        or DRAFT_LENGTH_BY_BATCH in speculation
+        or speculation.get("enable_adaptive_verification")  # has graphs for any lengths
+    ):
+        return {}
+    lower = ladder_up_to(max_drafts)[-2::-1]  # from below the largest down to 0
+    if sequences <= len(lower):  # a row for each: keep 0 and as many of the largest as fit
+        lower = (*lower[: sequences - 2], 0)
+    first = sequences - len(lower)
+    rows = [(first + 1 + index, first + 1 + index, k) for index, k in enumerate(lower)]
+    return {DRAFT_LENGTH_BY_BATCH: [(1, first, max_drafts), *rows]}
+
+
+def _idle_drafter(
+    target: str, flags: list[str], lengths: Mapping[str, Any], vllm_config: Any
+) -> list[str]:
+    """On the V2 runner, flags for the worker whose drafter does nothing in steps with K = 0."""
+    table = lengths.get(DRAFT_LENGTH_BY_BATCH, ())
+    if not vllm_config.use_v2_model_runner or all(k for _, _, k in table):
+        return []
+    if parse(target, flags).worker_cls != "auto":  # the user's own, which drafts at K = 0 too
+        return []
+    return ["--worker-cls", IDLE_DRAFTER_WORKER]

@@ -22,6 +22,8 @@ from leadout.settings import Settings, setting
 LIVE, CAPTURE, REGISTRY, DRAFT_TABLE = "live", "capture", "registry", "draft_table"
 # vLLM's `scheduler_cls` for every part that works in the scheduler.
 SCHEDULER = "leadout.engine.scheduler.make_scheduler"
+# vLLM's `worker_cls` for a server that may stop drafting, on the V2 runner.
+IDLE_DRAFTER_WORKER = "leadout.engine.idle_drafter.IdleDrafterWorker"
 # vLLM's `worker_extension_cls` for a server whose drafter can be swapped.
 WORKER_EXTENSION = "leadout.engine.hot_swap.SwapExtension"
 

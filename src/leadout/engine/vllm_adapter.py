@@ -30,6 +30,7 @@ _REQUEST = "vllm.v1.request:Request"
 _OUTPUT = "vllm.v1.core.sched.output:SchedulerOutput"
 _RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
 _DFLASH = "vllm.model_executor.models.qwen3_dflash"
+_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
 _LINEAR = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
 _ALGORITHMS = "vllm.transformers_utils.configs.speculators.algos"
@@ -85,6 +86,7 @@ LIVE_CONTROL = "live control"
 CAPTURE_OF_TRAFFIC = "capture"
 ROLLOUT = "rollout of drafter versions"
 SAMPLING_WORKAROUND = "workaround for sampling on CPUs"
+IDLE_DRAFTER = "skipping of drafts at K = 0"
 DRAFT_CLASS = "draft model class"
 CAUSALITY = "correction of a drafter's causality"
 ATTENTION_CHECK = "check of the drafter's attention"
@@ -136,6 +138,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         *_attributes(_REQUEST, "spec_token_ids is_prefill_chunk sampling_params all_token_ids"),
         *_attributes(_OUTPUT, "num_spec_tokens_to_schedule num_invalid_spec_tokens"),
         *_attributes(_OUTPUT, "scheduled_spec_decode_tokens num_scheduled_tokens"),
+        *_attributes(_OUTPUT, "total_num_scheduled_tokens"),
         *_attributes(_RUNNER_OUTPUT, "sampled_token_ids req_id_to_index"),
     ),
     CAPTURE_OF_TRAFFIC: (
@@ -180,6 +183,23 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         _UPDATE_AFTER,
         *_attributes(_SCHEDULER, "running requests"),
         *_attributes(_REQUEST, "spec_token_ids sampling_params"),
+    ),
+    IDLE_DRAFTER: (
+        Internal(
+            _SPECULATOR,
+            "propose",
+            "self, input_batch, attn_metadata, slot_mappings, last_hidden_states, "
+            "aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, "
+            "temperature, seeds, dp_sync_state=, dummy_run=, skip_attn_for_dummy_run=, mm_inputs=, "
+            "is_profile=, num_speculative_tokens=",
+        ),
+        Internal(
+            _SPECULATOR,
+            "_generate_draft",
+            "self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, "
+            "num_tokens_across_dp, cudagraph_runtime_mode=",
+        ),
+        Internal(_SPECULATOR, "_precompute_context_kv", "self, start, end, dummy_run="),
     ),
     DRAFT_CLASS: (
         *(
@@ -321,6 +341,17 @@ def is_dflash(vllm_config: Any) -> bool:
 
 def model_runner(vllm_config: Any) -> Literal["V1", "V2"]:
     return "V2" if vllm_config.use_v2_model_runner else "V1"
+
+
+def platform_worker() -> Any:
+    """The worker class that vLLM would choose for this platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return _found("vllm.v1.worker.cpu_worker:CPUWorker")
+    if current_platform.is_xpu():
+        return _found("vllm.v1.worker.xpu_worker:XPUWorker")
+    return _found("vllm.v1.worker.gpu_worker:Worker")
 
 
 def engine_index(vllm_config: Any) -> int:

@@ -4,12 +4,23 @@ import random
 
 import pytest
 
-from leadout.control.acceptance_model import AcceptanceCurve, AcceptanceModel, DraftOutcome
+from leadout.control.acceptance_model import (
+    AcceptanceCurve,
+    AcceptanceModel,
+    DraftOutcome,
+    Outcomes,
+)
 
 
 def observe(model: AcceptanceModel, steps: int, *outcomes: DraftOutcome) -> None:
     for _ in range(steps):
-        model.observe(outcomes)
+        model.survival([outcome.request_id for outcome in outcomes])
+        model.observe(Outcomes.of(outcomes))
+
+
+def survival(model: AcceptanceModel, request_id: str) -> list[float]:
+    found: list[float] = model.survival([request_id])[0].tolist()
+    return found
 
 
 def test_expected_tokens_follow_from_probabilities_and_from_survival() -> None:
@@ -23,10 +34,10 @@ def test_drafts_that_were_not_verified_do_not_count_as_rejected() -> None:
     """Only the first of seven is verified, and accepted: the others stay worth trying."""
     model = AcceptanceModel(7)
     observe(model, 50, DraftOutcome("a", verified=1, accepted=1))
-    assert model.survival("a")[1] > 0.8
+    assert survival(model, "a")[1] > 0.8
     rejected = AcceptanceModel(7)
     observe(rejected, 50, DraftOutcome("a", verified=2, accepted=1))
-    assert rejected.survival("a")[1] < 0.2
+    assert survival(rejected, "a")[1] < 0.2
 
 
 def test_positions_behind_a_rejection_are_no_trials() -> None:
@@ -48,33 +59,33 @@ def test_estimates_converge_to_the_true_probabilities() -> None:
             while accepted < 3 and rng.random() < probabilities[accepted]:
                 accepted += 1
             outcomes.append(DraftOutcome(str(request), 3, accepted))
-        model.observe(outcomes)
+        observe(model, 1, *outcomes)
     assert model.global_probabilities == pytest.approx(probabilities, abs=0.06)
 
 
 def test_requests_are_told_apart_and_new_ones_get_the_global_estimate() -> None:
     model = AcceptanceModel(2)
     observe(model, 30, DraftOutcome("good", 2, 2), DraftOutcome("bad", 2, 0))
-    assert model.survival("good")[0] > 0.9
-    assert model.survival("bad")[0] < 0.1
-    assert 0.4 < model.survival("new")[0] < 0.6
+    assert survival(model, "good")[0] > 0.9
+    assert survival(model, "bad")[0] < 0.1
+    assert 0.4 < survival(model, "new")[0] < 0.6
 
 
 def test_request_without_verified_drafts_slowly_returns_to_the_global_estimate() -> None:
     model = AcceptanceModel(2)
     observe(model, 30, DraftOutcome("good", 2, 2), DraftOutcome("bad", 2, 0))
     observe(model, 600, DraftOutcome("good", 2, 2), DraftOutcome("bad", 0, 0))
-    assert model.survival("bad")[0] > 0.3
+    assert survival(model, "bad")[0] > 0.3
 
 
 def test_change_of_all_traffic_is_detected_within_a_few_steps() -> None:
     model = AcceptanceModel(4)
     requests = range(8)
     observe(model, 300, *(DraftOutcome(str(request), 4, 4) for request in requests))
-    assert model.survival("0")[0] > 0.9
+    assert survival(model, "0")[0] > 0.9
     observe(model, 8, *(DraftOutcome(str(request), 4, 0) for request in requests))
-    assert model.survival("0")[0] < 0.35
-    assert model.survival("new")[0] < 0.35
+    assert survival(model, "0")[0] < 0.35
+    assert survival(model, "new")[0] < 0.35
 
 
 def test_change_of_a_single_request_is_detected_within_a_few_steps() -> None:
@@ -82,8 +93,8 @@ def test_change_of_a_single_request_is_detected_within_a_few_steps() -> None:
 
     def step(accepted: int) -> tuple[float, float]:
         others = [DraftOutcome(name, 5, 5) for name in ("good", "as good")]
-        model.observe([DraftOutcome("changes", 5, accepted), *others])
-        return model.survival("changes")[0], model.survival("good")[0]
+        observe(model, 1, DraftOutcome("changes", 5, accepted), *others)
+        return survival(model, "changes")[0], survival(model, "good")[0]
 
     for _ in range(100):
         step(accepted=5)
@@ -97,21 +108,43 @@ def test_forgotten_request_is_a_new_one() -> None:
     model = AcceptanceModel(2)
     observe(model, 30, DraftOutcome("good", 2, 2), DraftOutcome("bad", 2, 0))
     model.forget("bad")
-    assert model.survival("bad") == model.survival("new")
-    assert model.trials("bad") == 0
+    assert survival(model, "bad") == survival(model, "new")
+    assert model.trials(["bad"]) == 0
+
+
+def test_what_arrives_for_an_ended_request_is_not_kept() -> None:
+    model = AcceptanceModel(2)
+    model.survival(["a"])
+    model.forget("a")
+    for _ in range(20):  # an output of a step that was in flight
+        model.observe(Outcomes.of([DraftOutcome("a", 2, 0)]))
+    assert model.trials(["a"]) == 0
+
+
+def test_many_requests_have_estimates_of_their_own() -> None:
+    model = AcceptanceModel(3)
+    names = [f"r{number}" for number in range(300)]
+    for _ in range(30):
+        model.survival(names)
+        model.observe(
+            Outcomes.of(DraftOutcome(name, 3, 3 * (n % 3 == 0)) for n, name in enumerate(names))
+        )
+    found = model.survival(names)[:, 0]
+    assert found[::3].min() > 0.8
+    assert found[1::3].max() < 0.2
 
 
 def test_measured_curve_is_the_prior() -> None:
     curve = AcceptanceCurve.from_probabilities([0.2, 0.9])
-    survival = AcceptanceModel(4, curve).survival("new")
-    assert survival[0] == pytest.approx(0.2, abs=0.1)
-    assert survival[3] / survival[2] > 0.7  # like the last position of the curve
+    found = survival(AcceptanceModel(4, curve), "new")
+    assert found[0] == pytest.approx(0.2, abs=0.1)
+    assert found[3] / found[2] > 0.7  # like the last position of the curve
 
 
 @pytest.mark.parametrize(("verified", "accepted"), [(1, 2), (2, -1)])
 def test_impossible_outcomes_are_rejected(verified: int, accepted: int) -> None:
     with pytest.raises(ValueError, match="expected 0 <= accepted <= verified"):
-        DraftOutcome("a", verified, accepted)
+        Outcomes.of([DraftOutcome("a", verified, accepted)])
 
 
 def test_model_without_positions_is_rejected() -> None:

@@ -1,9 +1,9 @@
 """Interpolated step costs, their refinement from any curves, and the drafts chosen by them."""
 
 import random
-from itertools import accumulate, product
-from operator import mul
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,13 +15,12 @@ from leadout.control.cost_model import (
     StepCostFilter,
     StepCosts,
     StepCostTable,
-    drafts_to_verify,
-    min_worthwhile_survival,
-    throughput_by_k,
+    optimise,
 )
 from leadout.errors import LeadoutError
 
 MAX_DRAFTS = 7
+LADDER = tuple(range(MAX_DRAFTS + 1))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8, 16, 32])
@@ -75,10 +74,12 @@ def max_error(table: StepCostTable, costs: StepCosts) -> float:
     """The largest relative error over steps without drafts and with all of them."""
     size = table.batch_size
     pairs = [
-        (table.step[k][index], costs.verify_seconds(size, index) + costs.draft_seconds(size, k))
+        (
+            table.uniform[drafts] + table.draft[k],
+            costs.verify_seconds(size, drafts * size) + costs.draft_seconds(size, k),
+        )
         for k in (0, MAX_DRAFTS)
-        for index in (0, size * MAX_DRAFTS)
-        if table.stride == 1
+        for drafts in (0, MAX_DRAFTS)
     ]
     return max(abs(estimate / truth - 1) for estimate, truth in pairs)
 
@@ -86,24 +87,24 @@ def max_error(table: StepCostTable, costs: StepCosts) -> float:
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("start", [None, 0.5, 2.0])
 def test_estimates_converge_from_any_start(machine: str, start: float | None) -> None:
-    truth = MACHINES[machine]()
-    filter_ = StepCostFilter(MAX_DRAFTS, None if start is None else scaled(truth, start))
+    truth = MACHINES[machine].costs()
+    filter_ = StepCostFilter(LADDER, None if start is None else scaled(truth, start))
     observe_steps(filter_, truth, 600)
     for batch_size in (1, 4, 8):
         assert max_error(filter_.table(batch_size), truth) < 0.08
 
 
 def test_right_curves_stay_right_under_noise() -> None:
-    truth = MACHINES["cpu"]()
-    filter_ = StepCostFilter(MAX_DRAFTS, truth)
+    truth = MACHINES["cpu"].costs()
+    filter_ = StepCostFilter(LADDER, truth)
     assert max_error(filter_.table(4), truth) < 1e-9
     observe_steps(filter_, truth, 600)
     assert max_error(filter_.table(4), truth) < 0.05
 
 
 def test_single_slow_step_is_ignored_and_a_lasting_change_is_learnt() -> None:
-    truth = MACHINES["cpu"]()
-    filter_ = StepCostFilter(MAX_DRAFTS, truth)
+    truth = MACHINES["cpu"].costs()
+    filter_ = StepCostFilter(LADDER, truth)
     baseline = truth.bare_seconds(4) + truth.draft_seconds(4, 0)
     observe_steps(filter_, truth, 200, noise=0.02)
     filter_.observe(4, 0, 0, 10 * baseline)
@@ -115,29 +116,69 @@ def test_single_slow_step_is_ignored_and_a_lasting_change_is_learnt() -> None:
     assert filter_.table(4).baseline == pytest.approx(3 * baseline, rel=0.1)
 
 
-def test_first_draft_of_a_batch_may_have_a_cost_of_its_own() -> None:
-    filter_ = StepCostFilter(MAX_DRAFTS)
+def test_mixed_steps_have_a_cost_of_their_own() -> None:
+    filter_ = StepCostFilter(LADDER)
     for drafts in [0, 1, 0, 20, 0, 4] * 20:
-        filter_.observe(16, drafts, 0, 0.070 + (0.007 if drafts else 0.0) + 0.0004 * drafts)
-    none, first, second = filter_.table(16).verify[:3]
-    assert first - none == pytest.approx(0.007, rel=0.2)
-    assert second - first < 0.002
+        seconds = 0.070 + (0.007 if drafts else 0.0) + 0.0004 * drafts
+        filter_.observe(16, drafts, 0, seconds, is_mixed=bool(drafts))
+    table = filter_.table(16)
+    assert table.mixed_seconds(1) - table.uniform[0] == pytest.approx(0.007, rel=0.25)
+    assert table.mixed_seconds(2) - table.mixed_seconds(1) < 0.002
 
 
-def test_more_drafts_never_cost_less() -> None:
-    filter_ = StepCostFilter(MAX_DRAFTS)
+def test_costs_may_fall_from_one_rung_to_the_next() -> None:
+    filter_ = StepCostFilter((0, 1, 2, 3))
+    seconds = {0: 0.010, 1: 0.014, 2: 0.013, 3: 0.011}
+    for k in [0, 1, 2, 3] * 60:
+        filter_.observe(8, 8 * k, k, seconds[k])
+    table = filter_.table(8)
+    found = table.uniform + table.draft
+    assert found == pytest.approx(list(seconds.values()), rel=0.05)
+    assert found[3] < found[2] < found[1]
+
+
+def test_costs_of_decoding_are_learnt_from_steps_that_contain_prefill() -> None:
+    truth = MACHINES["gpu"].costs()
+    filter_, rng = StepCostFilter(LADDER), random.Random(1)
+    for _ in range(400):
+        k, prefill = rng.choice((0, 7)), rng.choice((128, 256, 512))
+        seconds = truth.verify_seconds(4, 4 * k) + truth.draft_seconds(4, k) + 2e-5 * prefill
+        filter_.observe(4, 4 * k, k, seconds * rng.gauss(1, 0.03), prefill=prefill)
+    with_prefill, drafts = filter_.table(4, prefill=256), MAX_DRAFTS
+    more = with_prefill.uniform[drafts] + with_prefill.draft[drafts] - with_prefill.baseline
+    expected = truth.step_seconds(4, drafts) - truth.step_seconds(4, 0)
+    assert more == pytest.approx(expected, rel=0.15)
+    assert with_prefill.baseline == pytest.approx(truth.step_seconds(4, 0) + 0.00512, rel=0.05)
+    assert filter_.table(4).baseline < with_prefill.baseline
+
+
+def test_estimates_stay_positive_whatever_is_measured() -> None:
+    filter_ = StepCostFilter(LADDER)
     rng = random.Random(0)
     for _ in range(50):  # nothing but noise
         drafts, k = rng.choice((0, 28)), rng.choice((0, MAX_DRAFTS))
         filter_.observe(4, drafts, k, rng.uniform(0.01, 0.1))
     table = filter_.table(4)
-    assert list(table.verify) == sorted(table.verify)
-    assert list(table.draft) == sorted(table.draft)
-    assert table.baseline > 0
+    assert table.uniform.min() > 0
+    assert table.mixed.min() > 0
+    assert table.draft.min() >= 0
+
+
+def test_leaving_the_graphs_is_expensive_until_it_was_measured() -> None:
+    costs = MACHINES["graphs"].costs()
+    with_graphs = StepCostFilter(LADDER, costs, has_graphs=True)
+    without = StepCostFilter(LADDER, costs)
+    assert with_graphs.table(8).mixed[3] > 1.2 * with_graphs.table(8).uniform[3]
+    assert without.table(8).mixed[3] == pytest.approx(without.table(8).uniform[3])
+    for _ in range(60):
+        seconds = costs.verify_seconds(8, 20) + costs.draft_seconds(8, 7)
+        with_graphs.observe(8, 20, 7, seconds, is_mixed=True)
+    table = with_graphs.table(8)
+    assert table.mixed_seconds(20) == pytest.approx(costs.verify_seconds(8, 20), rel=0.05)
 
 
 def test_there_is_no_estimate_before_the_first_step() -> None:
-    filter_ = StepCostFilter(MAX_DRAFTS)
+    filter_ = StepCostFilter(LADDER)
     assert not filter_.has_estimate
     filter_.observe(1, 0, 0, 0.02)
     assert filter_.has_estimate
@@ -145,61 +186,76 @@ def test_there_is_no_estimate_before_the_first_step() -> None:
 
 
 def test_impossible_settings_and_times_are_rejected() -> None:
-    with pytest.raises(ValueError, match="max_drafts is 0, expected 1 or more"):
-        StepCostFilter(0)
+    for ladder in ((0,), (1, 2), (0, 3, 2), (0, 1, 1)):
+        with pytest.raises(ValueError, match="expected 0 and at least one larger K, ascending"):
+            StepCostFilter(ladder)
     with pytest.raises(ValueError, match="expected more than 0"):
-        StepCostFilter(MAX_DRAFTS).observe(1, 0, 0, 0.0)
+        StepCostFilter(LADDER).observe(1, 0, 0, 0.0)
 
 
 FEW_DRAFTS = 3  # so that all choices can be tried
 
 
-def small_table(batch_size: int, per_draft: float, per_draft_token: float) -> StepCostTable:
+def small_table(
+    batch_size: int, uniform: list[float], mixed: list[float], draft: list[float]
+) -> StepCostTable:
     return StepCostTable(
-        batch_size,
-        1,
-        [1.0 + per_draft * drafts for drafts in range(batch_size * FEW_DRAFTS + 1)],
-        [0.0] + [0.2 + per_draft_token * batch_size * k for k in range(1, FEW_DRAFTS + 1)],
+        batch_size, np.arange(FEW_DRAFTS + 1), np.array(uniform), np.array(mixed), np.array(draft)
     )
 
 
 probabilities = st.lists(st.floats(0.01, 0.99), min_size=FEW_DRAFTS, max_size=FEW_DRAFTS)
+any_costs = st.lists(st.floats(0.5, 2.0), min_size=FEW_DRAFTS + 1, max_size=FEW_DRAFTS + 1)
 
 
-@given(st.lists(probabilities, min_size=1, max_size=3), st.floats(0.0, 0.5), st.floats(0.0, 0.1))
+@given(st.lists(probabilities, min_size=1, max_size=3), any_costs, any_costs, any_costs)
 @settings(max_examples=60, deadline=None)
 def test_no_other_choice_has_a_higher_throughput(
-    requests: list[list[float]], per_draft: float, per_draft_token: float
+    requests: list[list[float]], uniform: list[float], mixed: list[float], draft: list[float]
 ) -> None:
+    """Whatever the costs, also where more drafts cost less."""
     batch_size = len(requests)
-    costs = small_table(batch_size, per_draft, per_draft_token)
-    survivals = [tuple(accumulate(each, mul)) for each in requests]
-    by_k = throughput_by_k(survivals, [FEW_DRAFTS] * batch_size, costs)
+    costs = small_table(batch_size, uniform, sorted(mixed), draft)
+    survival = np.cumprod(np.array(requests), axis=1)
+    found = optimise(survival, np.full(batch_size, FEW_DRAFTS), costs)
 
     def rate(k: int, verify: tuple[int, ...]) -> float:
-        accepted = sum(sum(each[:count]) for each, count in zip(survivals, verify, strict=True))
-        return (batch_size + accepted) / costs.step[k][sum(verify)]
+        accepted = sum(
+            float(row[:count].sum()) for row, count in zip(survival, verify, strict=True)
+        )
+        is_uniform = len(set(verify)) == 1
+        seconds = costs.uniform[verify[0]] if is_uniform else costs.mixed_seconds(sum(verify))
+        return float((batch_size + accepted) / (seconds + costs.draft[k]))
 
-    for k in range(1, FEW_DRAFTS + 1):
-        best = max(rate(k, verify) for verify in product(range(k + 1), repeat=batch_size))
-        assert by_k[k] == pytest.approx(best)
-        limits = [k] * batch_size
-        min_survival = min_worthwhile_survival(survivals, limits, costs, by_k[k])
-        verify = tuple(drafts_to_verify(survivals, limits, min_survival))
-        assert rate(k, verify) == pytest.approx(best)
+    assert found.rates[0] == pytest.approx(rate(0, (0,) * batch_size))
+    best = max(
+        rate(k, verify)
+        for k in range(FEW_DRAFTS + 1)
+        for verify in product(range(k + 1), repeat=batch_size)
+        if len(set(verify)) > 1 or verify[0] == k
+    )
+    assert found.rates.max() >= 0.97 * best  # thresholds are rounded
+    chosen = int(found.rates.argmax())
+    if not found.min_survival[chosen]:
+        assert found.rates[chosen] == pytest.approx(rate(chosen, (chosen,) * batch_size))
 
 
 def test_limits_of_requests_are_kept() -> None:
-    costs = small_table(2, 0.0, 0.0)
-    survivals = [(0.9, 0.8, 0.7)] * 2
-    assert drafts_to_verify(survivals, [3, 1], 0.5) == [3, 1]
-    limited = throughput_by_k(survivals, [3, 0], costs)
-    assert limited[3] < throughput_by_k(survivals, [3, 3], costs)[3]
-    assert throughput_by_k(survivals, [0, 0], costs)[3] < limited[0]
+    costs = small_table(2, [1.0] * 4, [1.0] * 4, [0.0] * 4)
+    survival = np.array([(0.9, 0.8, 0.7)] * 2)
+    limited = optimise(survival, np.array([3, 0]), costs)
+    assert limited.rates[3] == pytest.approx((2 + 2.4) / 1.0)
+    assert 0 < limited.min_survival[3] <= 0.7  # not the same number for both
+    assert optimise(survival, np.array([3, 3]), costs).rates[3] == pytest.approx(2 + 4.8)
+    assert optimise(survival, np.array([0, 0]), costs).rates.max() == pytest.approx(2.0)
 
 
-def test_nothing_is_verified_where_no_draft_is_worth_its_time() -> None:
-    costs = small_table(1, 0.5, 0.0)
-    survivals = [(0.1, 0.01, 0.001)]
-    min_survival = min_worthwhile_survival(survivals, [3], costs, rate=1.0)
-    assert drafts_to_verify(survivals, [3], min_survival) == [0]
+def test_steps_are_uniform_unless_leaving_the_graph_pays() -> None:
+    survival = np.array([(0.95, 0.9, 0.86), (0.05, 0.0, 0.0)])
+    uniform, draft = [1.0, 1.2, 1.4, 1.6], [0.0, 0.1, 0.1, 0.1]
+    limits = np.array([3, 3])
+    penalty = optimise(survival, limits, small_table(2, uniform, [1.8, 2.0, 2.2, 2.4], draft))
+    assert not penalty.min_survival.any()
+    free = optimise(survival, limits, small_table(2, uniform, uniform, draft))
+    assert free.min_survival[3] > 0.05
+    assert free.rates[3] > penalty.rates[3]

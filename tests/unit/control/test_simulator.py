@@ -15,7 +15,6 @@ from control_simulator.traffic import (
 )
 from leadout.control.acceptance_model import AcceptanceCurve
 from leadout.control.cost_model import StepCosts
-from leadout.control.policy import Policy
 
 CLOCK = 1500.0
 BY_NAME = {traffic.name: traffic for traffic in TUNING_TRAFFIC}
@@ -42,9 +41,8 @@ def test_there_are_at_least_twenty_kinds_of_traffic_with_unique_names() -> None:
     ("traffic", "batch_size"), CELLS, ids=[f"{traffic.name}, {size}" for traffic, size in CELLS]
 )
 def test_policy_comes_near_the_oracle(traffic: Traffic, batch_size: int) -> None:
-    costs = MACHINES["cpu"]()
-    machine = Machine(costs)
-    found = run_policy(Policy(MAX_DRAFTS, costs), traffic, machine, batch_size, CLOCK)
+    machine = Machine(MACHINES["cpu"])
+    found = run_policy(machine.policy(machine.costs), traffic, machine, batch_size, CLOCK)
     bound = HARD.get(traffic.name, 0.97)
     assert found.rate >= bound * run_oracle(traffic, machine, batch_size, CLOCK).rate
 
@@ -52,16 +50,16 @@ def test_policy_comes_near_the_oracle(traffic: Traffic, batch_size: int) -> None
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("traffic", ADVERSARIES, ids=lambda traffic: traffic.name)
 def test_loss_to_an_adversary_is_bounded(traffic: Traffic, batch_size: int) -> None:
-    costs = MACHINES["cpu"]()
-    machine = Machine(costs)
-    found = run_policy(Policy(MAX_DRAFTS, costs), traffic, machine, batch_size, 1000.0)
+    machine = Machine(MACHINES["cpu"])
+    found = run_policy(machine.policy(machine.costs), traffic, machine, batch_size, 1000.0)
     assert found.rate >= 0.94 * run_bare(traffic, machine, batch_size, 1000.0).rate
 
 
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("factor", [None, 0.6, 1.7])
 def test_unknown_or_wrong_costs_are_learnt_on_the_way(name: str, factor: float | None) -> None:
-    truth = MACHINES[name]()
+    machine = Machine(MACHINES[name])
+    truth = machine.costs
     start = None
     if factor is not None:
         # Drafting seems more or less expensive than it is, next to right costs of verifying.
@@ -69,8 +67,8 @@ def test_unknown_or_wrong_costs_are_learnt_on_the_way(name: str, factor: float |
             verify=truth.verify,
             draft={b: {k: factor * s for k, s in row.items()} for b, row in truth.draft.items()},
         )
-    machine, traffic = Machine(truth), BY_NAME["three kinds"]
-    found = run_policy(Policy(MAX_DRAFTS, start), traffic, machine, 4, 1000.0)
+    traffic = BY_NAME["three kinds"]
+    found = run_policy(machine.policy(start), traffic, machine, 4, 1000.0)
     assert found.rate >= 0.96 * run_oracle(traffic, machine, 4, 1000.0).rate
 
 
@@ -78,15 +76,15 @@ def test_policy_that_does_not_adapt_misses_the_bound(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "leadout.control.acceptance_model.AcceptanceModel.observe", lambda self, outcomes: None
     )
-    costs = MACHINES["cpu"]()
-    machine, traffic = Machine(costs), BY_NAME["steady, hopeless"]
-    fixed = Policy(MAX_DRAFTS, costs, AcceptanceCurve.from_probabilities([0.9] * MAX_DRAFTS))
+    machine, traffic = Machine(MACHINES["cpu"]), BY_NAME["steady, hopeless"]
+    good = AcceptanceCurve.from_probabilities([0.9] * MAX_DRAFTS)
+    fixed = machine.policy(machine.costs, good)
     found = run_policy(fixed, traffic, machine, 8, CLOCK)
     assert found.rate < 0.9 * run_oracle(traffic, machine, 8, CLOCK).rate
 
 
 def test_oracle_is_no_worse_than_any_fixed_k() -> None:
-    machine = Machine(MACHINES["cpu"]())
+    machine = Machine(MACHINES["cpu"])
     traffic = BY_NAME["steady 0.6"]
     best = run_oracle(traffic, machine, 4, CLOCK).rate
     survival, fixed = 1.0, [4 / machine.table(4).baseline]
@@ -94,7 +92,7 @@ def test_oracle_is_no_worse_than_any_fixed_k() -> None:
     for k, probability in enumerate(level(0.6), start=1):
         survival *= probability
         tokens += survival
-        fixed.append(4 * tokens / machine.table(4).step[k][4 * k])
+        fixed.append(4 * tokens / machine.seconds(k, [k] * 4))
     assert best >= 0.998 * max(fixed)  # its first step has no drafts to verify
 
 
@@ -106,9 +104,8 @@ def test_recorded_traffic_follows_the_record() -> None:
         for slot in (0, 1)
     }
     assert is_good == {True, False}
-    costs = MACHINES["cpu"]()
-    machine = Machine(costs)
-    found = run_policy(Policy(MAX_DRAFTS, costs), record, machine, 2, CLOCK)
+    machine = Machine(MACHINES["cpu"])
+    found = run_policy(machine.policy(machine.costs), record, machine, 2, CLOCK)
     assert found.rate >= 0.95 * run_oracle(record, machine, 2, CLOCK).rate
     with pytest.raises(ValueError, match="every request needs at least one step"):
         recorded("empty", [[1], []])

@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 
 from control_simulator.traffic import MACHINES
-from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome
+from leadout.control.acceptance_model import AcceptanceCurve
 from leadout.control.policy import Policy
 from leadout.engine import live
 from leadout.engine.counters import write_small
 from leadout.engine.live import (
     LiveControl,
     LiveMetrics,
+    Step,
+    StepReport,
     draft_limit,
     live_metrics_file,
     read_live_metrics,
 )
 
 MAX_DRAFTS = 4
-COSTS = MACHINES["cpu"]()
+COSTS = MACHINES["cpu"].costs()
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,28 @@ class RecordingPolicy(Policy):
     def __init__(self) -> None:
         prior = AcceptanceCurve.from_probabilities([0.95] * MAX_DRAFTS)
         super().__init__(MAX_DRAFTS, COSTS, prior)
-        self.outcomes: list[DraftOutcome] = []
+        self.outcomes: list[tuple[str, int, int]] = []
         self.seconds: float | None = -1.0
+        self.k = self.prefill = -1
 
-    def observe(self, outcomes: Any, k: int, seconds: float | None) -> None:
-        self.outcomes, self.seconds = list(outcomes), seconds
-        super().observe(outcomes, k, seconds)
+    def observe(self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0) -> None:
+        columns = (outcomes.request_ids, outcomes.verified.tolist(), outcomes.accepted.tolist())
+        self.outcomes = list(zip(*columns, strict=True))
+        self.k, self.seconds, self.prefill = k, seconds, prefill
+        super().observe(outcomes, k, seconds, prefill)
+
+
+def done(
+    control: LiveControl,
+    step: Step,
+    verified: dict[str, int],
+    sampled: dict[str, int],
+    prefill: dict[str, int] | None = None,
+    drafted: int = MAX_DRAFTS,
+) -> None:
+    """Report a step in which each request of `verified` decodes."""
+    scheduled = {name: 1 + count for name, count in verified.items()} | (prefill or {})
+    control.step_done(step, StepReport(scheduled, verified, sampled, drafted))
 
 
 @pytest.fixture
@@ -98,8 +116,12 @@ def test_limits_of_requests_are_kept_and_a_bad_one_is_logged_once(
         request("bad", drafts, leadout_draft="much"),
         request("bad too", drafts, leadout_draft="more"),
     ]
-    step, chosen = control.plan(requests)
-    assert [each.tokens for each in chosen] == [drafts, [], [11, 12], drafts, drafts]
+    step, changed = control.plan(requests)
+    assert step.decision.verify == (4, 0, 2, 4, 4)
+    assert [(each.request.request_id, each.tokens) for each in changed] == [
+        ("off", []),
+        ("two", [11, 12]),
+    ]
     assert step.decision.draft == MAX_DRAFTS
     control.plan(requests)
     assert len(lines) == 1
@@ -108,34 +130,67 @@ def test_limits_of_requests_are_kept_and_a_bad_one_is_logged_once(
 
 def test_prompt_lookup_is_used_where_the_drafter_has_nothing(control: LiveControl) -> None:
     text = [5, 6, 7, 8, 9, 5, 6, 7]
-    _, (free, off) = control.plan(
-        [request("a", [], text), request("b", [], text, leadout_draft="off")]
-    )
+    _, (free,) = control.plan([request("a", [], text), request("b", [], text, leadout_draft="off")])
+    assert free.request.request_id == "a"
     assert free.from_lookup
     assert free.tokens == [8, 9, 5, 6]
-    assert off.tokens == []
 
 
 def test_outcomes_are_those_of_what_the_engine_did(
     control: LiveControl, policy: RecordingPolicy
 ) -> None:
-    requests = [request(name, [11, 12, 13, 14]) for name in ("all", "cut", "gone")]
+    requests = [request(name, [11, 12, 13, 14]) for name in ("all", "cut", "gone", "waits")]
     step, _ = control.plan(requests)
-    control.step_done(
-        step, {"all": 4, "cut": 2, "gone": 4}, {"all": 5, "cut": 2, "new": 3}, is_pure=True
+    done(
+        control,
+        step,
+        {"all": 4, "cut": 2, "gone": 4},
+        {"all": 5, "cut": 2, "new": 3},
+        prefill={"new": 100},
+        drafted=2,
     )
-    assert policy.outcomes == [DraftOutcome("all", 4, 4), DraftOutcome("cut", 2, 1)]
-    assert policy.seconds is None  # one of the requests was aborted
+    # One of the requests was aborted, another not scheduled.
+    assert policy.outcomes == [("all", 4, 4), ("cut", 2, 1), ("gone", 0, 0)]
+    assert (policy.k, policy.prefill) == (2, 100)
 
 
-def test_only_pure_decoding_steps_are_timed(control: LiveControl, policy: RecordingPolicy) -> None:
-    step, _ = control.plan([request("a", [11])])
-    control.step_done(step, {"a": 1}, {"a": 2}, is_pure=False)
-    assert policy.seconds is None
-    step, _ = control.plan([request("a", [11])])
-    control.step_done(step, {"a": 1}, {"a": 2}, is_pure=True)
-    assert policy.seconds is not None
-    assert policy.seconds > 0
+def test_steps_with_and_without_prefill_are_timed(
+    control: LiveControl, policy: RecordingPolicy
+) -> None:
+    for prefill in (0, 300):
+        step, _ = control.plan([request("a", [11])])
+        done(control, step, {"a": 1}, {"a": 2}, prefill={"long": prefill} if prefill else None)
+        assert policy.seconds is not None
+        assert policy.seconds > 0
+        assert policy.prefill == prefill
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_drafts_are_made_under_permanent_prefill_and_with_half_the_batch_scheduled(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Every draft is accepted; in pipelines each step holds only a part of the batch."""
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "perf_counter", lambda: clock[0])
+    control = LiveControl(Policy(MAX_DRAFTS), MAX_DRAFTS, tmp_path / "m.json", lines.append)
+    requests = [request(f"r{number}", []) for number in range(8)]
+    drafting = 0
+    for number in range(1000):
+        step, changed = control.plan(requests)
+        for each in changed:
+            each.request.spec_token_ids = each.tokens
+        first = 0 if share == 1.0 or number % 2 else 4
+        served = requests[first : first + round(8 * share)]
+        verified = {each.request_id: len(each.spec_token_ids) for each in served}
+        k = step.decision.draft
+        clock[0] += COSTS.verify_seconds(len(served), sum(verified.values()))
+        clock[0] += COSTS.draft_seconds(len(served), k) + 0.1
+        sampled = {name: 1 + count for name, count in verified.items()}
+        done(control, step, verified, sampled, prefill={"long": 256}, drafted=k)
+        for each in served:
+            each.spec_token_ids = [-1] * k
+        drafting += k > 0
+    assert drafting >= 900
 
 
 def test_overlapping_steps_share_the_time_between_them(
@@ -145,9 +200,9 @@ def test_overlapping_steps_share_the_time_between_them(
     monkeypatch.setattr(live.time, "perf_counter", lambda: next(clock))
     first, _ = control.plan([request("a", [11])])
     second, _ = control.plan([request("a", [11])])
-    control.step_done(first, {"a": 1}, {"a": 2}, is_pure=True)
+    done(control, first, {"a": 1}, {"a": 2})
     assert policy.seconds == pytest.approx(1.0)
-    control.step_done(second, {"a": 1}, {"a": 2}, is_pure=True)
+    done(control, second, {"a": 1}, {"a": 2})
     assert policy.seconds == pytest.approx(1.5)
 
 
@@ -156,7 +211,7 @@ def test_metrics_are_written_and_logged(
 ) -> None:
     monkeypatch.setattr(live, "LOG_SECONDS", 0.0)
     step, _ = control.plan([request("a", [11, 12])])
-    control.step_done(step, {"a": 2}, {"a": 2}, is_pure=True)
+    done(control, step, {"a": 2}, {"a": 2})
     metrics = read_live_metrics(tmp_path / "metrics.json")
     assert metrics is not None
     assert (metrics.steps, metrics.available) == (1, 2)
@@ -173,7 +228,7 @@ def test_metrics_cover_the_last_minute(
     for now in (100.2, 130.0, 160.0):
         monkeypatch.setattr(live.time, "monotonic", lambda now=now: now)
         step, _ = control.plan([request("a", [11, 12])])
-        control.step_done(step, {"a": 2}, {"a": 2}, is_pure=True)
+        done(control, step, {"a": 2}, {"a": 2})
     metrics = read_live_metrics(tmp_path / "metrics.json")
     assert metrics is not None
     assert (metrics.steps, metrics.available) == (2, 4)  # the first is a minute old
@@ -181,12 +236,12 @@ def test_metrics_cover_the_last_minute(
 
 def test_ended_request_leaves_nothing_behind(control: LiveControl, policy: RecordingPolicy) -> None:
     step, _ = control.plan([request("a", [11], leadout_draft=1)])
-    control.step_done(step, {"a": 1}, {"a": 1}, is_pure=True)
-    assert policy.acceptance.trials("a") > 0
+    done(control, step, {"a": 1}, {"a": 1})
+    assert policy.acceptance.trials(["a"]) > 0
     control.forget("a")
-    assert policy.acceptance.trials("a") == 0
-    _, (again,) = control.plan([request("a", [11, 12])])
-    assert len(again.tokens) == 2  # another request with the same id
+    assert policy.acceptance.trials(["a"]) == 0
+    again, _ = control.plan([request("a", [11, 12])])
+    assert again.decision.verify == (2,)  # another request with the same id
 
 
 def test_shares_of_metrics() -> None:
