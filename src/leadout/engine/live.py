@@ -8,6 +8,8 @@ log and, through a small file, to `/metrics` in the API process. Requests can li
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +116,35 @@ def read_live_metrics(path: Path) -> LiveMetrics | None:
     return metrics
 
 
+class Continuations:
+    """Counts how often this process was continued (SIGCONT) after it had been stopped.
+
+    `leadout bench` stops servers while others have their turn, and a step's time then says nothing
+    about its work. A handler does not change the signal's effect.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._is_listening = False
+        self._previous: Any = None
+
+    def listen(self) -> None:
+        """Count from now on; does nothing outside of the main thread, which alone can."""
+        if self._is_listening or threading.current_thread() is not threading.main_thread():
+            return
+        self._is_listening = True
+        self._previous = signal.signal(signal.SIGCONT, self._continued)
+        signal.siginterrupt(signal.SIGCONT, False)  # system calls go on, as without a handler
+
+    def _continued(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+CONTINUATIONS = Continuations()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step in flight."""
@@ -121,6 +152,7 @@ class Step:
     request_ids: Sequence[str]
     decision: Decision
     available: int  # drafts of the drafter that could be verified
+    continuations: int  # of the process, before it started
     started: float
 
 
@@ -166,6 +198,8 @@ class LiveControl:
         self._written = float("-inf")
         self._logged = time.monotonic()
         self._last_end = 0.0  # when the last step's output arrived
+        self._last_continuations = 0  # of the process, before that
+        CONTINUATIONS.listen()
         self._has_logged_bad_option = False
 
     def plan(self, requests: Sequence[Any]) -> tuple[Step, list[Drafts]]:
@@ -191,14 +225,12 @@ class LiveControl:
                     changed.append(Drafts(request, proposals[index][:count], True))
                 elif count < available[index]:
                     changed.append(Drafts(request, request.spec_token_ids[:count], False))
-        return Step(request_ids, decision, sum(available), time.perf_counter()), changed
+        step = Step(request_ids, decision, sum(available), CONTINUATIONS.count, time.perf_counter())
+        return step, changed
 
     def step_done(self, step: Step, report: StepReport) -> None:
         """Learn from a step."""
-        ended = time.perf_counter()
-        # With several steps in flight, one effectively starts when the one before it ends.
-        seconds = ended - max(step.started, self._last_end)
-        self._last_end = ended
+        seconds = self._seconds_of(step)
         decision, request_ids = step.decision, step.request_ids
         scheduled, verified, sampled = report.scheduled, report.verified, report.sampled
         use_lookup, planned = decision.use_lookup, decision.verify
@@ -229,6 +261,17 @@ class LiveControl:
 
     def close(self) -> None:
         self._metrics_path.unlink(missing_ok=True)
+
+    def _seconds_of(self, step: Step) -> float | None:
+        """The time of a step that has just ended; None if the process was stopped meanwhile."""
+        # With several steps in flight, one effectively starts when the one before it ends.
+        started, before = max(
+            (step.started, step.continuations), (self._last_end, self._last_continuations)
+        )
+        # A stop between these lines belongs to this step and to the next one.
+        self._last_continuations = CONTINUATIONS.count
+        self._last_end = time.perf_counter()
+        return self._last_end - started if CONTINUATIONS.count == before else None
 
     def _limits_of(self, requests: Sequence[Any], request_ids: Sequence[str]) -> list[int]:
         known = self._limits

@@ -1,6 +1,10 @@
 """Live control around a policy: limits, prompt lookup, outcomes and metrics."""
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +17,7 @@ from leadout.control.policy import Policy
 from leadout.engine import live
 from leadout.engine.counters import write_small
 from leadout.engine.live import (
+    Continuations,
     LiveControl,
     LiveMetrics,
     Step,
@@ -204,6 +209,66 @@ def test_overlapping_steps_share_the_time_between_them(
     assert policy.seconds == pytest.approx(1.0)
     done(control, second, {"a": 1}, {"a": 2})
     assert policy.seconds == pytest.approx(1.5)
+
+
+def test_a_step_in_which_the_process_was_stopped_is_not_timed(
+    control: LiveControl, policy: RecordingPolicy
+) -> None:
+    step, _ = control.plan([request("a", [11, 12])])
+    os.kill(os.getpid(), signal.SIGCONT)
+    done(control, step, {"a": 2}, {"a": 3})
+    assert policy.seconds is None
+    assert policy.outcomes == [("a", 2, 2)]  # acceptance is learnt all the same
+    assert policy.acceptance.trials(["a"]) > 0
+    step, _ = control.plan([request("a", [11, 12])])
+    done(control, step, {"a": 2}, {"a": 3})
+    assert policy.seconds is not None
+
+
+def test_a_stop_concerns_the_steps_that_were_running(
+    control: LiveControl, policy: RecordingPolicy
+) -> None:
+    first, _ = control.plan([request("a", [11])])
+    second, _ = control.plan([request("a", [11])])  # runs when the first has ended
+    os.kill(os.getpid(), signal.SIGCONT)
+    done(control, first, {"a": 1}, {"a": 2})
+    assert policy.seconds is None
+    third, _ = control.plan([request("a", [11])])
+    done(control, second, {"a": 1}, {"a": 2})
+    assert policy.seconds is not None
+    os.kill(os.getpid(), signal.SIGCONT)
+    done(control, third, {"a": 1}, {"a": 2})
+    assert policy.seconds is None
+
+
+@pytest.fixture
+def default_action() -> Iterator[None]:
+    """SIGCONT without a handler, as at the start of a process."""
+    before = signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCONT, before)
+
+
+def test_stops_are_counted_next_to_another_handler(default_action: None) -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGCONT, lambda number, frame: seen.append(number))
+    continuations = Continuations()
+    for _ in range(2):  # the second engine of a process
+        continuations.listen()
+    os.kill(os.getpid(), signal.SIGCONT)
+    assert continuations.count == 1
+    assert seen == [signal.SIGCONT]
+
+
+def test_only_the_main_thread_listens(default_action: None) -> None:
+    continuations = Continuations()
+    thread = threading.Thread(target=continuations.listen)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
+    continuations.listen()
+    os.kill(os.getpid(), signal.SIGCONT)
+    assert continuations.count == 1
 
 
 def test_metrics_are_written_and_logged(
