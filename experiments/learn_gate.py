@@ -61,6 +61,7 @@ def row(candidate: Candidate, world: World, folder: Path) -> dict[str, Any]:
     drafter = candidate.make(world, folder)
     trial = Trial(
         target=world.target,
+        first=world.drafter,
         serving=world.drafter,
         candidate=drafter,
         held_out=newest_requests(),

@@ -45,6 +45,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "learn-run": learn_tables.run,
     "learn-sets": learn_tables.sets,
     "learn-gate": learn_tables.gate,
+    "learn-gate-cycles": learn_tables.gate_cycles,
+    "learn-gate-power": learn_tables.gate_power,
     "swaps": learn_tables.swaps,
     "capture": learn_tables.capture,
     "bytes-per-token": scale_tables.bytes_per_token,

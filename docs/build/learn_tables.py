@@ -6,6 +6,12 @@ from result_tables import result, table
 
 # Names for keys of results/learn/capture.json.
 _CAPTURED = {"capture": "every request", "refusing disk": "every request, disk refuses writes"}
+# Names for gates of results/learn/gate_cycles.json.
+_GATES = {
+    "today": "both comparisons, lower bounds, other sequences in every cycle",
+    "before": "serving version only, lower bounds, the same sequences",
+    "point estimates": "serving version only, point estimates, the same sequences",
+}
 _CPU_TIME = {
     "at the end of a request": "CPU time when requests end",
     "in its thread": "CPU time of the capture thread",
@@ -50,6 +56,37 @@ def gate() -> str:
         for each in result("learn/gate.json")["candidates"]
     ]
     return table(("candidate", "gate", "newest traffic", "base"), rows)
+
+
+def gate_cycles() -> str:
+    """Total change on the base after ten cycles of losing candidates, by gate."""
+    found = result("learn/gate_cycles.json")
+    rows = []
+    for name, each in found["losing"].items():
+        low, median, high = (_percent(change) for change in each["total_base_change"].values())
+        rows.append(
+            (
+                _GATES[name],
+                f"{each['promoted_mean']:.1f} of {found['cycles']}",
+                f"{median} ({low} to {high})",
+                _percent(each["worst"]),
+            )
+        )
+    runs = found["repetitions"]["losing"]
+    heads = ("gate", "promoted", "total change on the base, median (95% of the runs)")
+    return table((*heads, f"worst of {runs} runs"), rows)
+
+
+def gate_power() -> str:
+    """How often a candidate without loss passes, by gate and number of newest requests."""
+    rates = result("learn/gate_cycles.json")["pass_rates"]
+    counts = sorted({each["held_out"] for each in rates})
+    found = {(each["gate"], each["held_out"]): each["rate"] for each in rates}
+    rows = [
+        (label, *(f"{found[name, count]:.0%}" for count in counts))
+        for name, label in _GATES.items()
+    ]
+    return table(("gate", *(f"{count} requests" for count in counts)), rows)
 
 
 def swaps() -> str:

@@ -33,6 +33,7 @@ from leadout.models import fingerprint
 
 VERSIONS, MARKS = "versions", "marks"
 MANIFEST, POINTER, LEDGER, LOCK = "version.json", "serving.json", "ledger.jsonl", ".lock"
+FIRST = 1  # the version that every later one is compared with
 _VERSION_FOLDER = re.compile(r"[0-9]{4,9}")
 
 
@@ -84,7 +85,16 @@ class BadMark(_File):
     marked: str  # UTC
 
 
-Event = Literal["published", "promoted", "rejected", "swapped", "refused", "rolled_back", "started"]
+Event = Literal[
+    "published",
+    "promoted",
+    "rejected",
+    "undecided",
+    "swapped",
+    "refused",
+    "rolled_back",
+    "started",
+]
 Evidence = Mapping[str, float | int | str | bool]
 
 
@@ -146,6 +156,21 @@ class Registry:
                     "the drafter again as a new version."
                 )
         return manifest
+
+    def first(self) -> Path:
+        """The folder of the first version, which must be kept unchanged.
+
+        Compared only with its predecessor, each version could lose a little more.
+        """
+        if FIRST not in self.versions():
+            raise RegistryError(
+                f"{self.path(FIRST)} does not exist. Every candidate is compared with version "
+                f"{FIRST}, so that small losses do not add up over cycles: restore this folder, or "
+                "accept the serving version as the new base line by creating another registry "
+                "from it with --start."
+            )
+        self.verify(FIRST)
+        return self.path(FIRST)
 
     def publish(
         self,

@@ -6,6 +6,7 @@ The ledger takes entries from several processes and survives killed writers.
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,17 @@ def test_a_version_that_changed_after_publishing_is_refused(
     with pytest.raises(RegistryError, match="Publish the drafter again"):
         registry.verify(2)
     assert registry.verify(1).version == 1
+
+
+def test_the_first_version_must_be_kept_unchanged(registry: Registry) -> None:
+    assert registry.first() == registry.path(1)
+    (registry.path(1) / "config.json").write_text("{}")
+    with pytest.raises(RegistryError, match="changed since publishing"):
+        registry.first()
+    shutil.rmtree(registry.path(1))
+    # The oldest version that is left is not taken instead: earlier losses would be forgotten.
+    with pytest.raises(RegistryError, match=r"0001 does not exist.*small losses do not add up"):
+        registry.first()
 
 
 def test_a_folder_without_a_manifest_is_not_a_version(registry: Registry) -> None:

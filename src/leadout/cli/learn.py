@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from leadout.cli.options import require, settings_of
-from leadout.errors import NEGATIVE
+from leadout.errors import NEGATIVE, UNDECIDED
 
 if TYPE_CHECKING:
     from leadout.learn.config import LearnConfig
@@ -21,8 +21,8 @@ def learn(
     """Adapt the serving drafter to captured traffic; publish it if it is significantly better.
 
     Servers started with --registry swap it in automatically. Exit code 1: the candidate was
-    rejected; 3: too little traffic. To train in several processes, start it with torchrun:
-    torchrun --nproc-per-node 8 -m leadout learn ...
+    rejected; 3: undecided, more requests are needed. To train in several processes, start it with
+    torchrun: torchrun --nproc-per-node 8 -m leadout learn ...
     """
     from leadout.learn.config import LearnConfig
 
@@ -46,7 +46,8 @@ def learn(
     else:
         print_result(result, config.registry, config.work_folder / "candidate")
     if not result.promoted:
-        raise typer.Exit(NEGATIVE)
+        undecided = result.decision.verdict == "undecided"
+        raise typer.Exit(UNDECIDED if undecided else NEGATIVE)
 
 
 def _start_registry(config: "LearnConfig", drafter: str, as_json: bool) -> None:

@@ -70,14 +70,25 @@ class CycleSettings(Settings):
         validation_alias=AliasChoices("min_requests", "least_requests"),  # as in earlier files
     )
     gain: float = setting(
-        0.03,
-        "Minimum relative gain in acceptance length on held-out traffic, by the lower bound of its "
-        "95% confidence interval.",
+        0.0,
+        "Relative gain in acceptance length on held-out traffic that the lower bound of the 95% "
+        "confidence interval must exceed.",
         panel="Gate",
         ge=0,
     )
     base_loss: float = setting(
-        0.03, "Maximum relative loss on replayed data, by the same bound.", panel="Gate", ge=0
+        0.03,
+        "Maximum relative loss on the base, by the same bound, compared with the serving version "
+        "and with version 1.",
+        panel="Gate",
+        ge=0,
+    )
+    base_sequences: int = setting(
+        200,
+        "Sequences of the original data on which the gate measures forgetting; other ones in "
+        "every cycle.",
+        panel="Gate",
+        ge=20,
     )
 
     @model_validator(mode="after")

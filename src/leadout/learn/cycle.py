@@ -49,7 +49,7 @@ from leadout.learn.report import (
 )
 from leadout.models import fingerprint, last_part, local_folder
 from leadout.provenance import Provenance, RunStart
-from leadout.registry import Registry
+from leadout.registry import Event, Registry
 from leadout.train.export import SETTINGS, write_best
 from leadout.train.progress import curves_of, progress_listener, read_log
 from leadout.train.run import Run
@@ -101,6 +101,7 @@ def _run_cycle(
         del run  # frees memory for the engine
         trial = Trial(
             target=inputs.target,
+            first=inputs.first,
             serving=inputs.drafter.path,
             candidate=work.candidate,
             held_out=mix.read_part(work.mix, mix.HELD_OUT),
@@ -115,7 +116,8 @@ def _run_cycle(
         else:
             reasons = "; ".join(decision.reasons)
             numbers = ledger_evidence(evidence, adaptation)
-            inputs.registry.record("rejected", None, reasons, numbers)
+            event: Event = "undecided" if decision.verdict == "undecided" else "rejected"
+            inputs.registry.record(event, None, reasons, numbers)
         work.finish()
     return LearnResult(
         promoted=decision.passed,
@@ -160,7 +162,7 @@ def _promote(
             f"version {parent}"
         )
         registry.record("rejected", manifest.version, reason, numbers)
-        return Decision(passed=False, reasons=[reason]), manifest.version
+        return Decision(verdict="rejected", reasons=[reason]), manifest.version
     registry.point_to(manifest.version, why)
     registry.record("promoted", manifest.version, why, numbers)
     return decision, manifest.version

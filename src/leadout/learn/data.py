@@ -4,11 +4,16 @@
     replay.jsonl      original data to train on, against forgetting
     validation.jsonl  some of both, to select the best step
     held_out.jsonl    the newest requests, for the gate only
-    base.jsonl        original data that no version was trained on, for the gate only
+    base.jsonl        original data that no cycle trains on, for the gate only
 
 Traffic is split by time, because future traffic resembles the newest most. A prompt that was
 requested again counts once, at its last request, so that the gate never evaluates on a prompt that
 was trained on.
+
+The base of a cycle is drawn from a pool: what the first training held out and, if that is too
+little, a fixed tenth of the rest, which no cycle replays. Version 1 was trained on that tenth, as
+every later version was through it, so a loss there is at most overestimated. Cycles go through the
+pool in turn: a candidate cannot be selected for its luck with the same few sequences again.
 """
 
 from __future__ import annotations
@@ -39,6 +44,8 @@ LENGTH_MULTIPLE = 64
 MAX_HELD_OUT = 400  # more hardly make the confidence interval smaller
 MAX_VALIDATION = 32  # from the traffic, and as many from the replay
 MAX_VALIDATION_SHARE = 0.1  # of the traffic to train on
+POOL_CYCLES = 4  # until base sequences are used again, if there is enough data
+_RESERVED_BYTES = 26  # of the 256 values of a byte: a tenth
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +136,16 @@ class Mix(NamedTuple):
 
 
 def make_mix(
-    traffic: Traffic, replay: DataFolder, first: TrainConfig, replay_share: float, seed: int
+    traffic: Traffic,
+    replay: DataFolder,
+    first: TrainConfig,
+    settings: CycleSettings,
+    number: int,
 ) -> Mix:
-    """`first` are the settings of the drafter's first training, which say what was held out."""
+    """The mix of cycle `number`.
+
+    `first` are the settings of the drafter's first training, which say what was held out.
+    """
     samples = replay.samples()
     original = split(samples, first.max_length, first.validation_sequences)
     if not original.validation:
@@ -142,16 +156,23 @@ def make_mix(
     count = max(1, min(MAX_VALIDATION, round(MAX_VALIDATION_SHARE * len(traffic.training))))
 
     def shuffled(index: int) -> str:
-        return hashlib.sha256(f"replay {seed} {samples[index].id}".encode()).hexdigest()
+        return hashlib.sha256(f"replay {number} {samples[index].id}".encode()).hexdigest()
 
-    pool = sorted(original.train, key=shuffled)
+    reserved = reserved_for_base(samples, original, first.block_size)
+    pool = sorted(set(original.train).difference(reserved), key=shuffled)
     validation = [
         *(traffic.samples[index] for index in evenly_spaced(traffic.training, count)),
         *(samples[index] for index in pool[:count]),
     ]
-    base = [samples[index] for index in original.validation]
+    gate_only = original.validation
+    if len(gate_only) < POOL_CYCLES * settings.base_sequences:
+        gate_only = [*gate_only, *reserved]
+    base = [
+        samples[index] for index in rotated(samples, gate_only, settings.base_sequences, number)
+    ]
     held_out = [traffic.samples[index] for index in evenly_spaced(traffic.held_out, MAX_HELD_OUT)]
-    excluded = {prompt_key(sample) for sample in [*validation, *base]}
+    excluded = {prompt_key(sample) for sample in validation}
+    excluded |= {prompt_key(samples[index]) for index in [*original.validation, *reserved]}
     # All of the newest requests, not only those that are evaluated.
     excluded |= {prompt_key(traffic.samples[index]) for index in traffic.held_out}
 
@@ -160,7 +181,44 @@ def make_mix(
         return [sample for sample in chosen if prompt_key(sample) not in excluded]
 
     new, old = allowed(traffic.samples, traffic.training), allowed(samples, pool[count:])
-    return Mix(new, old[: replay_count(len(new), replay_share)], validation, held_out, base)
+    count = replay_count(len(new), settings.replay_share)
+    return Mix(new, old[:count], validation, held_out, base)
+
+
+def reserved_for_base(samples: Samples, original: Split, block_size: int) -> list[int]:
+    """The greedy part of a fixed tenth of the training prompts, the same in every cycle."""
+    found = []
+    for index in original.train:
+        sample = samples[index]
+        is_measurable = sample.temperature == 0 and len(sample.response) >= block_size
+        # By the prompt alone: more data does not move other prompts into or out of the tenth.
+        if is_measurable and prompt_key(sample)[0] < _RESERVED_BYTES:
+            found.append(index)
+    return found
+
+
+def rotated(samples: Samples, pool: Sequence[int], count: int, number: int) -> list[int]:
+    """`count` indices of the pool, equally many of each source as far as possible.
+
+    Consecutive numbers take consecutive parts of the pool and begin again at its end.
+    """
+    queues: dict[str, list[tuple[str, int]]] = {}
+    for index in pool:
+        sample = samples[index]
+        rank = hashlib.sha256(f"base {sample.id}".encode()).hexdigest()
+        queues.setdefault(sample.source, []).append((rank, index))
+    shares = dict.fromkeys(sorted(queues), 0)
+    left = min(count, len(pool))
+    while left:
+        for source in shares:
+            if left and shares[source] < len(queues[source]):
+                shares[source] += 1
+                left -= 1
+    chosen = []
+    for source, share in shares.items():
+        queue = [index for _, index in sorted(queues[source])]
+        chosen += [queue[(number * share + place) % len(queue)] for place in range(share)]
+    return sorted(chosen)
 
 
 def write_mix(mix: Mix, folder: Path) -> None:

@@ -2,15 +2,21 @@
 
 `evaluate` measures a candidate, `decide` is a pure function of what was measured. Confidence
 intervals come from a bootstrap over requests, paired: each resample has the same requests for both
-drafters.
+drafters. A limit holds only if the lower bound is above it.
+
+On the base, a candidate is compared with the serving version and with the first version of the
+registry. Compared with the serving version alone, each cycle could lose what is allowed once more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import NormalDist
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,18 +37,23 @@ from leadout.evaluate.acceptance import (
 from leadout.evaluate.hidden_states import load_model
 from leadout.findings import Finding, Severity
 from leadout.learn.config import CycleSettings, Record
+from leadout.registry import FIRST
 from leadout.shards import Sample
-from leadout.stats import Floats, Indices, Interval, bootstrap
+from leadout.stats import LEVEL, Floats, Indices, Interval, bootstrap
 from leadout.train.run import evenly_spaced
 
 LOSSLESS_PROMPTS = 8  # from the traffic, and as many from the base
 LOSSLESS_TOKENS = 64
+MIN_REQUESTS = 20  # a bootstrap over fewer has too small intervals
+POWER = 0.9  # probability that the number of requests that is called enough decides
+MAX_FACTOR = 10  # more requests than this many times the measured ones are not proposed
+_SINCE_FIRST = f"base since version {FIRST}"
 
 LosslessCheck = Callable[[Path, Path, Sequence[Sample]], Lossless]
 
 
 class Comparison(Record):
-    """Acceptance lengths of the serving drafter and the candidate on the same requests."""
+    """Acceptance lengths of an earlier version and the candidate on the same requests."""
 
     requests: int
     before: Interval
@@ -55,14 +66,23 @@ class Evidence(Record):
 
     findings: list[Finding]
     traffic: Comparison | None = None
-    base: Comparison | None = None
+    base: Comparison | None = None  # with the serving version
     base_by_source: dict[str, Comparison] = Field(default_factory=dict)
+    first: Comparison | None = None  # with the first version, on the base
+    first_by_source: dict[str, Comparison] = Field(default_factory=dict)
     lossless: Lossless | None = None
 
 
 class Decision(Record):
-    passed: bool
-    reasons: list[str]  # why it passed, or every rule that it breaks
+    """Undecided: no rule is known to be broken, but some need more requests to be decided."""
+
+    verdict: Literal["passed", "rejected", "undecided"]
+    reasons: list[str]  # why it passed, or every rule that it breaks or that is undecided
+    enough: dict[str, int] = Field(default_factory=dict)  # requests, by undecided rule
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "passed"
 
 
 def compare(before: Sequence[TextAcceptance], after: Sequence[TextAcceptance]) -> Comparison:
@@ -89,6 +109,21 @@ def compare_by_source(
     }
 
 
+class _Rule(NamedTuple):
+    """The lower bound of a comparison must be above a limit."""
+
+    name: str
+    comparison: Comparison | None
+    limit: float
+
+
+def _rules(evidence: Evidence, settings: CycleSettings) -> Iterator[_Rule]:
+    yield _Rule("traffic", evidence.traffic, settings.gain)
+    yield _Rule("base", evidence.base, -settings.base_loss)
+    if evidence.first is None or evidence.first != evidence.base:  # equal in the first cycle
+        yield _Rule(_SINCE_FIRST, evidence.first, -settings.base_loss)
+
+
 def decide(evidence: Evidence, settings: CycleSettings) -> Decision:
     """The decision, with every rule that is broken and not only the first."""
     broken = [
@@ -101,46 +136,65 @@ def decide(evidence: Evidence, settings: CycleSettings) -> Decision:
         broken += [f"{changed.name}: {changed.message}"] if changed else []
     elif not broken:
         broken.append("not-lossless: not measured")
-    if evidence.traffic is not None:
-        if evidence.traffic.change.low < settings.gain:
-            limit = f"the lower bound must be at least {settings.gain:+.1%}"
-            broken.append(f"traffic: {_described(evidence.traffic)}; {limit}")
-    elif not broken:
-        broken.append("traffic: not measured")
-    if evidence.base is not None:
-        broken += _broken_by_base(evidence.base, evidence.base_by_source, settings.base_loss)
-    elif not broken:
-        broken.append("base: not measured")
+    ran = not broken or evidence.lossless is not None
+    kept, undecided, enough = [], [], {}
+    for name, comparison, limit in _rules(evidence, settings):
+        if comparison is None:
+            broken += [f"{name}: not measured"] if ran else []
+            continue
+        measured = f"{name}: {_described(comparison)}; "
+        if is_above(comparison, limit):
+            kept.append(f"{measured}required: above {limit:+.1%}")
+            continue
+        measured += f"the lower bound must be above {limit:+.1%}"
+        needed = requests_enough(comparison, limit)
+        if needed is None:
+            broken.append(measured)
+        else:
+            enough[name] = needed
+            more = "capture more traffic" if name == "traffic" else f"--base-sequences {needed}"
+            undecided.append(f"{measured}; {needed} requests are probably enough: {more}")
+    broken += _lost_sources("base", evidence.base_by_source, settings.base_loss)
+    if evidence.first_by_source != evidence.base_by_source:
+        broken += _lost_sources(_SINCE_FIRST, evidence.first_by_source, settings.base_loss)
     if broken:
-        return Decision(passed=False, reasons=broken)
-    assert evidence.traffic is not None
-    assert evidence.base is not None
-    return Decision(
-        passed=True,
-        reasons=[
-            f"traffic: {_described(evidence.traffic)}; required: {settings.gain:+.1%}",
-            f"base: {_described(evidence.base)}; required: {-settings.base_loss:+.1%}",
-        ],
-    )
+        return Decision(verdict="rejected", reasons=broken + undecided, enough=enough)
+    if undecided:
+        return Decision(verdict="undecided", reasons=undecided, enough=enough)
+    return Decision(verdict="passed", reasons=kept)
 
 
-def _broken_by_base(
-    base: Comparison, by_source: dict[str, Comparison], max_loss: float
-) -> list[str]:
+def is_above(comparison: Comparison, limit: float) -> bool:
+    return comparison.requests >= MIN_REQUESTS and comparison.change.low > limit
+
+
+def requests_enough(comparison: Comparison, limit: float) -> int | None:
+    """How many requests would show that the change is above the limit, if it is as measured.
+
+    None if it is below the limit, or so close that many times more requests would be needed.
+    """
+    change, requests = comparison.change, comparison.requests
+    margin = change.value - limit
+    if margin <= 0:
+        return None
+    # The bound is `bound` standard errors below the estimate, which itself varies by one.
+    bound, power = NormalDist().inv_cdf((1 + LEVEL) / 2), NormalDist().inv_cdf(POWER)
+    half_width = (change.value - change.low) * (1 + power / bound)
+    needed = max(MIN_REQUESTS, math.ceil(requests * (half_width / margin) ** 2))
+    return needed if needed <= MAX_FACTOR * max(requests, MIN_REQUESTS) else None
+
+
+def _lost_sources(name: str, by_source: dict[str, Comparison], max_loss: float) -> list[str]:
     """Over all sources the loss must be shown to be small; for one, it must not be shown large.
 
     A single source has too few requests for an interval as small as that over all of them.
     """
-    limit = f"must be at least {-max_loss:+.1%}"
-    broken = []
-    if base.change.low < -max_loss:
-        broken.append(f"base: {_described(base)}; the lower bound {limit}")
-    broken += [
-        f"base, {source}: {_described(comparison)}; the upper bound {limit}"
+    return [
+        f"{name}, {source}: {_described(comparison)}; the upper bound must be at least "
+        f"{-max_loss:+.1%}"
         for source, comparison in by_source.items()
         if comparison.change.high < -max_loss
     ]
-    return broken
 
 
 def _described(comparison: Comparison) -> str:
@@ -165,9 +219,10 @@ def _acceptance_length(texts: Sequence[TextAcceptance]) -> Callable[[Indices], F
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate, the drafter that it would replace, and the requests to compare them on."""
+    """A candidate, the versions to compare it with, and the requests to compare them on."""
 
     target: Path
+    first: Path  # may be the serving one
     serving: Path
     candidate: Path
     held_out: Sequence[Sample]
@@ -183,15 +238,17 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
     if any(finding.severity is Severity.ERROR for finding in findings):
         return Evidence(findings=findings)
     samples = [*trial.held_out, *trial.base]
-    before, after = acceptance_by_drafter(
+    more = [] if trial.first == trial.serving else [trial.first]
+    before, after, *of_first = acceptance_by_drafter(
         trial.target,
-        [trial.serving, trial.candidate],
+        [trial.serving, trial.candidate, *more],
         samples,
         trial.max_length,
         trial.device,
         progress.stage("comparing drafters", len(samples)),
     )
     newest = len(trial.held_out)
+    (first,) = of_first or [before]
     gc.collect()  # the engine starts on the accelerator that the comparison used
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -206,6 +263,8 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
         traffic=compare(before[:newest], after[:newest]),
         base=compare(before[newest:], after[newest:]),
         base_by_source=compare_by_source(before[newest:], after[newest:]),
+        first=compare(first[newest:], after[newest:]),
+        first_by_source=compare_by_source(first[newest:], after[newest:]),
         lossless=answers,
     )
 

@@ -42,6 +42,7 @@ from leadout.train.loop import total_steps
 from leadout.train.plan import Timing, time_steps
 from leadout.train.run import STATES, WORK, Corpus, Run, complete_settings
 
+DECISIONS = ("promoted", "rejected", "undecided")  # one of them ends each cycle in the ledger
 CYCLE = "cycle.json"
 LOCK = "lock"
 
@@ -53,6 +54,7 @@ RATE_SHARE = 0.5  # of the learning rate that the drafter was first trained with
 class CycleFile(Record):
     """Everything a cycle depends on; an interrupted cycle continues only if it is unchanged."""
 
+    number: int
     parent: int
     parent_fingerprint: str
     target_fingerprint: str
@@ -115,13 +117,16 @@ class Inputs:
     target: Path
     target_fingerprint: str
     registry: Registry
+    number: int  # of the cycle; each has its own replay and base sequences
     version: int  # the serving one, which training starts from
     drafter: Checkpoint
+    first: Path  # version 1, with which every candidate is compared
     traffic: Path
     replay: DataFolder
 
     def cycle(self, training: TrainConfig) -> CycleFile:
         return CycleFile(
+            number=self.number,
             parent=self.version,
             parent_fingerprint=self.registry.manifest(self.version).fingerprint,
             target_fingerprint=self.target_fingerprint,
@@ -159,7 +164,17 @@ def open_inputs(config: LearnConfig) -> Inputs:
             "learns only from its own target's text: run `leadout data` with this target."
         )
     return Inputs(
-        config.cycle, name, target, found, registry, pointer.version, drafter, traffic, replay
+        settings=config.cycle,
+        target_name=name,
+        target=target,
+        target_fingerprint=found,
+        registry=registry,
+        number=sum(entry.event in DECISIONS for entry in registry.ledger()),
+        version=pointer.version,
+        drafter=drafter,
+        first=registry.first(),
+        traffic=traffic,
+        replay=replay,
     )
 
 
@@ -189,7 +204,7 @@ def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) 
         work.clear()
         max_length = _write_text(inputs, work)
     max_length = _from_leader(ranks, max_length)
-    training = base_settings(inputs.drafter, inputs.settings, max_length, inputs.version)
+    training = base_settings(inputs.drafter, inputs.settings, max_length, inputs.number)
     training = _fit_to_budget(inputs, work, training, ranks, progress)
     cycle = inputs.cycle(training)
     if ranks.is_leader:
@@ -288,7 +303,7 @@ def _write_text(inputs: Inputs, work: WorkFolder) -> int:
         min_length=first.max_length,
         max_length=drafter.config.max_positions,
     )
-    mix = make_mix(traffic, inputs.replay, first, settings.replay_share, inputs.version)
+    mix = make_mix(traffic, inputs.replay, first, settings, inputs.number)
     write_mix(mix, work.mix)
     shutil.rmtree(work.capture)
     return traffic.max_length

@@ -11,7 +11,7 @@ from leadout.console import safe, table
 from leadout.learn.config import CycleSettings, Record
 from leadout.learn.gate import Decision, Evidence
 from leadout.provenance import Provenance
-from leadout.registry import ExpectedAcceptance, LedgerEntry, Registry
+from leadout.registry import FIRST, ExpectedAcceptance, LedgerEntry, Registry
 from leadout.train.config import TrainConfig
 
 TRAFFIC = "traffic"
@@ -102,7 +102,8 @@ def ledger_evidence(
         "steps": adaptation.steps,
         "minutes": round(adaptation.minutes, 2),
     }
-    for name, comparison in ((TRAFFIC, evidence.traffic), ("base", evidence.base)):
+    compared = ((TRAFFIC, evidence.traffic), ("base", evidence.base), ("first", evidence.first))
+    for name, comparison in compared:
         if comparison is not None:
             numbers[f"{name}_requests"] = comparison.requests
             numbers[f"{name}_before"] = round(comparison.before.value, 4)
@@ -141,28 +142,34 @@ def print_result(result: LearnResult, registry: Path, candidate: Path) -> None:
         verdict = f"Promoted: version {result.version} replaces version {result.parent}."
         following = f"Servers with --registry {registry} swap to it automatically."
     else:
-        verdict = f"Rejected: version {result.parent} stays in service."
-        following = f"The rejected candidate is kept in {candidate} until the next cycle."
+        outcome = result.decision.verdict.capitalize()
+        verdict = f"{outcome}: version {result.parent} stays in service."
+        following = f"The candidate is kept in {candidate} until the next cycle."
     console.print(Text(verdict, style="bold green" if result.promoted else "bold yellow"))
     for reason in result.decision.reasons:
         console.print(safe(f"  {reason}"), soft_wrap=True)
-    evidence = result.evidence
-    compared = {TRAFFIC: evidence.traffic, "base": evidence.base}
-    compared |= {f"  {name}": each for name, each in evidence.base_by_source.items()}
+    evidence, serving = result.evidence, str(result.parent)
+    compared = [(TRAFFIC, serving, evidence.traffic), ("base", serving, evidence.base)]
+    compared += [(f"  {name}", serving, each) for name, each in evidence.base_by_source.items()]
+    if result.parent != FIRST:
+        compared.append(("base", str(FIRST), evidence.first))
+        by_source = evidence.first_by_source
+        compared += [(f"  {name}", str(FIRST), each) for name, each in by_source.items()]
     rows = [
         [
             name,
+            version,
             str(each.requests),
             f"{each.before.value:.3f}",
             f"{each.after.value:.3f}",
             f"{each.change.value:+.1%}",
             f"{each.change.low:+.1%} to {each.change.high:+.1%}",
         ]
-        for name, each in compared.items()
+        for name, version, each in compared
         if each is not None
     ]
-    title = "Acceptance length on requests that neither drafter was trained on"
-    headings = ("text", "requests", "serving", "candidate", "change", "95% interval")
+    title = "Acceptance length of a version and the candidate, on requests that no cycle trained on"
+    headings = ("text", "version", "requests", "before", "candidate", "change", "95% interval")
     console.print(table(title, headings, rows))
     for line in (
         f"{made.steps} steps in {made.minutes:.1f} minutes on {made.traffic_requests} requests and "

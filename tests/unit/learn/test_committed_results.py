@@ -3,14 +3,18 @@
 import json
 from typing import Any
 
+from leadout.learn.config import CycleSettings
+from leadout.models import fingerprint
 from support.models import ROOT
+
+SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 
 BASE = ("gsm8k", "humaneval", "mt_bench")
 
 
-def result(name: str, script: str) -> Any:
+def result(name: str, script: str, folder: str = "scripts") -> Any:
     found = json.loads((ROOT / "results" / "learn" / name).read_text())
-    assert found["provenance"]["command"].startswith(f"python scripts/{script}")
+    assert found["provenance"]["command"].startswith(f"python {folder}/{script}")
     return found
 
 
@@ -41,6 +45,35 @@ def test_the_gate_decided_correctly_on_every_prepared_candidate() -> None:
     assert [each["passed"] for each in candidates].count(True) == 1
     (overfitted,) = [each for each in candidates if each["name"].startswith("overfitted")]
     assert overfitted["on_its_training_part"]["change"]["low"] > found["margins"]["gain"]
+
+
+def test_the_gate_bounds_the_total_loss_over_ten_cycles() -> None:
+    found = result("gate_cycles.json", "gate_cycles.py", "experiments")
+    noise = result("gate_noise.json", "gate_noise.py", "experiments")
+    defaults = CycleSettings().model_dump(include=set(found["settings"]))
+    assert found["settings"] == defaults  # it was simulated with today's defaults
+    assert found["cycles"] == 10
+    assert found["repetitions"]["losing"] >= 200
+    assert found["loss_each_cycle"] == 0.02
+    assert found["drafter"] == noise["drafter"] == fingerprint(SHIPPED)
+    assert found["sequences_measured"]["base"] >= 80
+    today, before, estimates = (
+        found["losing"][gate] for gate in ("today", "before", "point estimates")
+    )
+    limit = -found["settings"]["base_loss"]
+    assert today["total_base_change"]["0.025"] >= limit
+    assert today["worst"] >= 2 * limit
+    assert before["total_base_change"]["0.5"] < 3 * limit  # there, losses add up
+    assert estimates["total_base_change"]["0.5"] < 3 * limit
+
+
+def test_the_gate_has_the_power_to_pass_candidates_without_loss() -> None:
+    found = result("gate_cycles.json", "gate_cycles.py", "experiments")
+    assert min(found["equal_on_base"]["pass_rate_by_cycle"]) >= 0.9
+    rates = {
+        each["held_out"]: each["rate"] for each in found["pass_rates"] if each["gate"] == "today"
+    }
+    assert rates[max(rates)] >= 0.9
 
 
 def test_the_overhead_of_capture_is_within_the_noise() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from leadout.checkpoints import read_checkpoint
 from leadout.errors import StoppedError
 from leadout.learn.config import LearnConfig, LearnError
 from leadout.learn.cycle import RECORD, learn, start_registry
+from leadout.learn.data import BASE, read_part
 from leadout.learn.prepare import WorkFolder
 from leadout.learn.report import LearnResult
-from leadout.registry import Registry
+from leadout.registry import Registry, RegistryError
 from leadout.shards import Sample
 from leadout.train.progress import read_log
 from support.learn_world import NEW, World, lossless_by_reference, requests, start, write_capture
@@ -86,6 +88,8 @@ def test_a_drafter_that_has_learned_its_traffic_is_promoted(
     events = [(entry.event, entry.version) for entry in registry.ledger()]
     assert events == [("published", 1), ("promoted", 1), ("published", 2), ("promoted", 2)]
     assert registry.ledger()[-1].evidence["traffic_change"] > config.gain
+    assert evidence.first == evidence.base  # version 1 was serving
+    assert "first_change_low" in registry.ledger()[-1].evidence
     # Nothing that users wrote is left behind.
     left = {path.name for path in config.work_folder.rglob("*") if path.is_file()}
     assert not {name for name in left if name.endswith((".jsonl", ".bin"))} - {"log.jsonl"}
@@ -191,6 +195,39 @@ def test_a_serving_version_that_changed_meanwhile_is_kept(
     pointer = registry.pointer()
     assert pointer is not None
     assert pointer.version == 2
+
+
+def test_each_cycle_has_its_own_base_sequences_even_after_a_rejection(
+    config: LearnConfig,
+) -> None:
+    seen: list[set[str]] = []
+
+    def watch(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
+        base = read_part(WorkFolder(config.work_folder).mix, BASE)
+        seen.append({sample.id for sample in base})
+        return lossless_by_reference(target, drafter, samples)
+
+    short = changed(config, tokens=100, gain=0.5, base_sequences=20)
+    for _ in range(2):
+        result = learn(short, lossless=watch)
+        assert result is not None
+        assert result.decision.verdict == "rejected"
+    first, second = seen
+    assert len(first) == len(second) == 20
+    assert not first & second
+
+
+def test_without_the_first_version_nothing_is_trained(config: LearnConfig, world: World) -> None:
+    registry = Registry(config.registry)
+    manifest = registry.manifest(1)
+    second = registry.publish(
+        world.drafter, target_fingerprint=manifest.target_fingerprint, parent=1
+    )
+    registry.point_to(second.version, "promoted")
+    shutil.rmtree(registry.path(1))
+    with pytest.raises(RegistryError, match="compared with version 1"):
+        run_cycle(config)
+    assert not config.work_folder.exists()
 
 
 def test_two_cycles_in_one_folder_are_an_error(config: LearnConfig) -> None:

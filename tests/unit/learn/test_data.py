@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from leadout.learn.data import (
     prompt_key,
     read_part,
     read_training,
+    reserved_for_base,
+    rotated,
     split_traffic,
     write_mix,
 )
@@ -117,7 +120,12 @@ def mix(world: World, tmp_path: Path) -> Mix:
     held_out = split(samples, 64, SETTINGS_OF_FIRST.validation_sequences).validation
     asked = requests(NEW, 60)
     asked[3] = asked[3].model_copy(update={"prompt": samples[held_out[0]].prompt})
-    return make_mix(traffic_of(asked, tmp_path), world.data, SETTINGS_OF_FIRST, 0.5, seed=1)
+    return mix_of(traffic_of(asked, tmp_path), world.data, number=1)
+
+
+def mix_of(traffic: Traffic, replay: DataFolder, number: int = 1, **settings: Any) -> Mix:
+    chosen = CycleSettings(**{"base_sequences": 20, **settings})
+    return make_mix(traffic, replay, SETTINGS_OF_FIRST, chosen, number)
 
 
 def test_no_prompt_is_in_two_files(mix: Mix) -> None:
@@ -127,17 +135,58 @@ def test_no_prompt_is_in_two_files(mix: Mix) -> None:
             assert not one & other
 
 
-def test_the_base_is_what_the_first_training_held_out(mix: Mix, world: World) -> None:
+def test_the_base_was_held_out_by_the_first_training_or_is_of_the_reserved_tenth(
+    mix: Mix, world: World
+) -> None:
     samples = world.data.samples()
-    held_out = split(samples, 64, SETTINGS_OF_FIRST.validation_sequences).validation
-    assert mix.base == [samples[index] for index in held_out]
+    original = split(samples, 64, SETTINGS_OF_FIRST.validation_sequences)
+    reserved = reserved_for_base(samples, original, block_size=5)
+    assert 0.05 < len(reserved) / len(original.train) < 0.2
+    pool = {samples[index].id for index in [*original.validation, *reserved]}
+    assert len(mix.base) == 20
+    assert {sample.id for sample in mix.base} <= pool
+
+
+def test_a_large_held_out_part_is_the_whole_pool(world: World, tmp_path: Path) -> None:
+    """Then no version was trained on any base sequence."""
+    held_out = SETTINGS_OF_FIRST.validation_sequences
+    samples = world.data.samples()
+    unseen = {samples[index].id for index in split(samples, 64, held_out).validation}
+    asked = traffic_of(requests(NEW, 60), tmp_path)
+    few = CycleSettings.model_construct(base_sequences=held_out // 4)
+    for number in range(6):
+        mix = make_mix(asked, world.data, SETTINGS_OF_FIRST, few, number)
+        assert {sample.id for sample in mix.base} <= unseen
+
+
+def test_base_sequences_rotate_and_are_never_replayed(world: World, tmp_path: Path) -> None:
+    asked = traffic_of(requests(NEW, 60), tmp_path)
+    cycles = [mix_of(asked, world.data, number) for number in range(6)]
+    again = mix_of(asked, world.data, 3)
+    assert again == cycles[3]  # the same cycle has the same text
+    bases = [{sample.id for sample in cycle.base} for cycle in cycles]
+    assert not bases[0] & bases[1]
+    assert len(set.union(*bases)) > 2 * len(bases[0])
+    trained = {
+        prompt_key(sample) for cycle in cycles for sample in [*cycle.replay, *cycle.validation]
+    }
+    for cycle in cycles:
+        assert not trained & {prompt_key(sample) for sample in cycle.base}
+        sources = [sample.source for sample in cycle.base]
+        assert sources.count("asked") == sources.count("self")
+    assert cycles[0].replay != cycles[1].replay
+
+
+def test_a_small_pool_is_used_as_a_whole(world: World) -> None:
+    samples = world.data.samples()
+    assert rotated(samples, range(8), 20, number=3) == list(range(8))
 
 
 def test_replay_has_the_requested_share(mix: Mix, world: World, tmp_path: Path) -> None:
     assert len(mix.replay) == len(mix.traffic) == 42  # of 48: 5 validate, 1 is held out
     asked = traffic_of(requests(NEW, 60), tmp_path / "more")
-    assert len(make_mix(asked, world.data, SETTINGS_OF_FIRST, 0.2, seed=1).replay) == 11
-    assert not make_mix(asked, world.data, SETTINGS_OF_FIRST, 0.0, seed=1).replay
+    assert len(mix_of(asked, world.data, replay_share=0.2).replay) == 11
+    assert not mix_of(asked, world.data, replay_share=0.0).replay
 
 
 def test_too_little_replay_is_repeated(mix: Mix, tmp_path: Path) -> None:
@@ -171,4 +220,4 @@ def test_replay_without_greedy_samples_is_an_error(world: World, tmp_path: Path)
     write_data(tmp_path / "data", world.target, warm)
     asked = traffic_of(requests(NEW, 60), tmp_path)
     with pytest.raises(LearnError, match="none of the 200 samples is greedy"):
-        make_mix(asked, DataFolder(tmp_path / "data"), SETTINGS_OF_FIRST, 0.5, seed=1)
+        mix_of(asked, DataFolder(tmp_path / "data"))

@@ -21,6 +21,7 @@ from leadout.learn.gate import (
     compare_by_source,
     decide,
     evaluate,
+    requests_enough,
 )
 from leadout.stats import Interval
 from support.gate_candidates import (
@@ -52,6 +53,7 @@ GOOD = Evidence(
     findings=[],
     traffic=change(0.2, 0.15, 0.25),
     base=change(-0.01, -0.02, 0.0),
+    first=change(-0.01, -0.025, 0.0),
     lossless=EQUAL_TEXTS,
 )
 
@@ -68,6 +70,10 @@ def drawn(seed: int, mean: float, count: int = 60, source: str = "traffic") -> l
     ]
 
 
+def text_of(accepted: int, steps: int, source: str = "a") -> TextAcceptance:
+    return text(source, [accepted // steps + (place < accepted % steps) for place in range(steps)])
+
+
 def test_a_good_candidate_passes_with_its_numbers_as_reasons() -> None:
     decision = decide(GOOD, SETTINGS)
     assert decision.passed
@@ -77,11 +83,11 @@ def test_a_good_candidate_passes_with_its_numbers_as_reasons() -> None:
 @pytest.mark.parametrize(
     ("changes", "broken"),
     [
-        (
-            {"traffic": change(0.2, 0.02, 0.4)},
-            "traffic",
-        ),  # better, but not significantly by the margin
-        ({"base": change(-0.01, -0.04, 0.02)}, "base"),  # the loss may be too large
+        ({"traffic": change(0.02, -0.1, 0.14)}, "traffic"),  # less than the margin
+        ({"base": change(-0.04, -0.06, -0.02)}, "base"),
+        ({"first": change(-0.04, -0.06, -0.02)}, "base since version 1"),
+        ({"first_by_source": {"code": change(-0.1, -0.2, -0.04)}}, "base since version 1, code"),
+        ({"first": None}, "base since version 1"),
         ({"base_by_source": {"code": change(-0.1, -0.2, -0.04)}}, "base, code"),
         ({"findings": [ERROR]}, "weights-not-finite"),
         ({"lossless": None}, "not-lossless"),
@@ -102,8 +108,81 @@ def test_a_good_candidate_passes_with_its_numbers_as_reasons() -> None:
 )
 def test_each_rule_rejects_alone(changes: dict[str, object], broken: str) -> None:
     decision = decide(GOOD.model_copy(update=changes), SETTINGS)
-    assert not decision.passed
+    assert decision.verdict == "rejected"
     assert [reason.partition(":")[0] for reason in decision.reasons] == [broken]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "limit"),
+    [
+        ({"traffic": change(0.05, 0.02, 0.08)}, "traffic", "+3.0%"),
+        ({"base": change(-0.01, -0.04, 0.02)}, "base", "-3.0%"),
+        ({"first": change(-0.01, -0.04, 0.02)}, "base since version 1", "-3.0%"),
+    ],
+)
+def test_an_estimate_whose_bound_is_not_above_the_limit_is_undecided(
+    changes: dict[str, object], rule: str, limit: str
+) -> None:
+    decision = decide(GOOD.model_copy(update=changes), SETTINGS)
+    assert decision.verdict == "undecided"
+    (reason,) = decision.reasons
+    assert reason.startswith(f"{rule}: ")
+    assert f"the lower bound must be above {limit}" in reason
+    (enough,) = decision.enough.values()
+    assert f"{enough} requests are probably enough" in reason
+    assert 50 < enough <= 500
+
+
+def test_the_bound_itself_is_not_enough() -> None:
+    """An equal candidate has no gain, so it does not replace the serving version."""
+    equal = GOOD.model_copy(update={"traffic": change(0.0, 0.0, 0.0)})
+    assert decide(equal, CycleSettings()).verdict == "rejected"
+
+
+def test_too_few_requests_have_no_bound() -> None:
+    few = GOOD.model_copy(update={"base": change(0.0, 0.0, 0.0).model_copy(update={"requests": 3})})
+    decision = decide(few, SETTINGS)
+    assert decision.verdict == "undecided"
+    assert decision.enough == {"base": 20}
+
+
+def test_a_change_too_close_to_the_limit_is_rejected() -> None:
+    close = change(0.031, 0.0, 0.062)  # would need hundreds of times more requests
+    assert requests_enough(close, SETTINGS.gain) is None
+    assert decide(GOOD.model_copy(update={"traffic": close}), SETTINGS).verdict == "rejected"
+
+
+def test_enough_requests_decide_nine_times_of_ten() -> None:
+    """In simulation: texts with a true loss of 1%, of which too few were measured at first."""
+    draw = random.Random(3)
+
+    def measured(count: int) -> Comparison:
+        before = [text_of(100, 100) for _ in range(count)]
+        after = [text_of(round(100 + 200 * draw.gauss(-0.01, 0.1)), 100) for _ in range(count)]
+        return compare(before, after)
+
+    first = next(found for found in iter(lambda: measured(40), None) if found.change.low < -0.03)
+    exact = first.model_copy(
+        update={"change": Interval(value=-0.01, low=-0.01 - 1.96 * 0.1 / 40**0.5, high=0.03)}
+    )
+    enough = requests_enough(exact, -0.03)
+    assert enough is not None
+    decided = sum(measured(enough).change.low > -0.03 for _ in range(100))
+    assert 80 <= decided <= 98
+
+
+def test_losses_that_are_allowed_once_do_not_add_up() -> None:
+    """Each version loses 2% of the one before: the second is still allowed, the third is not."""
+    lengths = [200 * 0.98**number for number in range(3)]
+    versions = [[text_of(round(length - 100), 100)] * 40 for length in lengths]
+    verdicts = []
+    for number in (1, 2):
+        base = compare(versions[number - 1], versions[number])
+        first = compare(versions[0], versions[number])
+        assert base.change.low > -SETTINGS.base_loss
+        evidence = GOOD.model_copy(update={"base": base, "first": first})
+        verdicts.append(decide(evidence, SETTINGS).verdict)
+    assert verdicts == ["passed", "rejected"]
 
 
 def test_every_broken_rule_is_reported() -> None:
@@ -113,10 +192,17 @@ def test_every_broken_rule_is_reported() -> None:
             "traffic": change(0.0, -0.1, 0.1),
             "base": change(-0.2, -0.3, -0.1),
             "base_by_source": {"code": change(-0.2, -0.3, -0.1)},
+            "first": change(-0.3, -0.4, -0.2),
         }
     )
     rules = [reason.partition(":")[0] for reason in decide(bad, SETTINGS).reasons]
-    assert rules == ["weights-not-finite", "traffic", "base", "base, code"]
+    assert rules == [
+        "weights-not-finite",
+        "traffic",
+        "base",
+        "base since version 1",
+        "base, code",
+    ]
 
 
 def test_warnings_do_not_reject_a_candidate() -> None:
@@ -171,6 +257,7 @@ def test_the_gate_decides_correctly_on_each_prepared_candidate(
 ) -> None:
     trial = Trial(
         target=world.target,
+        first=world.drafter,
         serving=world.drafter,
         candidate=candidate.make(world, tmp_path),
         held_out=newest_requests(),
@@ -185,6 +272,32 @@ def test_the_gate_decides_correctly_on_each_prepared_candidate(
             assert reason.startswith(candidate.broken_rules), decision.reasons
         for start in candidate.broken_rules:  # all of them, not only the first
             assert any(reason.startswith(start) for reason in decision.reasons), decision.reasons
+
+
+def test_the_candidate_is_compared_with_the_serving_and_with_the_first_version(
+    world: World, tmp_path: Path
+) -> None:
+    """The serving version has fallen far behind the first; a candidate like it is not let pass."""
+    by_name = {candidate.name: candidate for candidate in CANDIDATES}
+    fallen = by_name["better on new, broken on base"].make(world, tmp_path)
+    trial = Trial(
+        target=world.target,
+        first=world.drafter,
+        serving=fallen,
+        candidate=fallen,
+        held_out=newest_requests()[:4],
+        base=base_of(world),
+        max_length=64,
+        device=ALONE.device,
+    )
+    evidence = evaluate(trial, lossless_by_reference, Progress.silent())
+    assert evidence.base is not None
+    assert evidence.first is not None
+    assert evidence.base.change == Interval(value=0.0, low=0.0, high=0.0)
+    assert evidence.first.change.high < -0.3
+    reasons = decide(evidence, SETTINGS).reasons
+    assert any(reason.startswith("base since version 1: ") for reason in reasons)
+    assert not any(reason.startswith("base: ") for reason in reasons)
 
 
 def test_the_overfitted_candidate_is_better_on_its_training_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -85,18 +86,21 @@ def test_start_creates_a_registry(world: World, tmp_path: Path) -> None:
     assert f"Next: leadout serve {world.target} --registry {tmp_path / 'other'}" in shown.output
 
 
-def result_of(world: World, *, promoted: bool) -> LearnResult:
+def result_of(verdict: Literal["passed", "rejected", "undecided"]) -> LearnResult:
     length = Interval(value=2.0, low=1.9, high=2.1)
     change = Interval(value=0.2, low=0.1, high=0.3)
     compared = Comparison(requests=50, before=length, after=length, change=change)
+    since_first = compared.model_copy(update={"change": change.plus(-0.11)})
     return LearnResult(
-        promoted=promoted,
-        version=2 if promoted else None,
-        parent=1,
-        decision=Decision(passed=promoted, reasons=["traffic: as measured"]),
-        evidence=Evidence(findings=[], traffic=compared, base_by_source={"code": compared}),
+        promoted=verdict == "passed",
+        version=3 if verdict == "passed" else None,
+        parent=2,
+        decision=Decision(verdict=verdict, reasons=["traffic: as measured"]),
+        evidence=Evidence(
+            findings=[], traffic=compared, base_by_source={"code": compared}, first=since_first
+        ),
         adaptation=Adaptation(
-            parent=1,
+            parent=2,
             steps=60,
             best_step=60,
             minutes=1.5,
@@ -111,26 +115,27 @@ def result_of(world: World, *, promoted: bool) -> LearnResult:
 
 
 @pytest.mark.parametrize(
-    ("promoted", "code", "verdict", "following"),
+    ("verdict", "code", "first_line", "following"),
     [
-        (True, 0, "Promoted: version 2 replaces version 1.", "swap to it automatically"),
-        (False, 1, "Rejected: version 1 stays in service.", "candidate is kept in"),
+        ("passed", 0, "Promoted: version 3 replaces version 2.", "swap to it automatically"),
+        ("rejected", 1, "Rejected: version 2 stays in service.", "candidate is kept in"),
+        ("undecided", 3, "Undecided: version 2 stays in service.", "candidate is kept in"),
     ],
 )
 def test_the_exit_code_says_whether_the_candidate_was_promoted(
-    promoted: bool,
+    verdict: Literal["passed", "rejected", "undecided"],
     code: int,
-    verdict: str,
+    first_line: str,
     following: str,
-    world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result = result_of(world, promoted=promoted)
+    result = result_of(verdict)
     monkeypatch.setattr("leadout.learn.cycle.learn", lambda *_, **__: result)
     words = ["learn", "target", "--registry", "r", "--traffic", "t", "--replay", "d"]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == code
-    for text in (verdict, "+10.0% to +30.0%", following, "leadout learn --registry r --status"):
+    numbers = ("+10.0% to +30.0%", "-1.0% to +19.0%")  # the second compared with version 1
+    for text in (first_line, *numbers, following, "leadout learn --registry r --status"):
         assert text in shown.output
     shown = CliRunner().invoke(app, [*words, "--json"])
     assert shown.exit_code == code
