@@ -6,7 +6,7 @@
 The target answers prompts of six sets that no drafter was trained on (the base) and requests for
 XML tickets (new traffic), greedily. Two cycles train on other tickets for a few steps each, without
 replay, so that they lose a little on the base. `gate_cycles.py` takes its noise from this file.
-Takes about ten minutes on one core; a second call continues after the last complete stage.
+Takes about ten minutes on one core; a second call continues where the first ended.
 """
 
 from __future__ import annotations
@@ -142,9 +142,10 @@ def answered(
     if not path.exists():
         model: Any = load_model(target, torch.float32)
         end = model.generation_config.eos_token_id
-        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place][1]))
         partial = path.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
+        done = {sample.id for sample in Samples([partial])} if partial.exists() else set()
+        missing = [place for place in range(len(prompts)) if sample_id(part, place) not in done]
+        order = sorted(missing, key=lambda place: len(prompts[place][1]))
         with ShardWriter(partial) as writer:
             for start in track(range(0, len(order), BATCH), description=part):
                 places = order[start : start + BATCH]
@@ -164,7 +165,7 @@ def answered(
                     name, prompt = prompts[place]
                     writer.append(
                         Sample(
-                            id=f"{part}/{place:04d}#0/0",
+                            id=sample_id(part, place),
                             source=name,
                             prompt=prompt,
                             response=response,
@@ -173,6 +174,10 @@ def answered(
                     )
         partial.rename(path)
     return list(Samples([path]))
+
+
+def sample_id(part: str, place: int) -> str:
+    return f"{part}/{place:04d}#0/0"
 
 
 def in_float32(folder: Path) -> Path:

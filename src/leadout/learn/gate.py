@@ -137,7 +137,9 @@ def decide(evidence: Evidence, settings: CycleSettings) -> Decision:
     elif not broken:
         broken.append("not-lossless: not measured")
     ran = not broken or evidence.lossless is not None
-    kept, undecided, enough = [], [], {}
+    kept: list[str] = []
+    undecided: list[str] = []
+    enough: dict[str, int] = {}
     for name, comparison, limit in _rules(evidence, settings):
         if comparison is None:
             broken += [f"{name}: not measured"] if ran else []
