@@ -83,8 +83,8 @@ def gate_power() -> str:
     counts = sorted({each["held_out"] for each in rates})
     found = {(each["gate"], each["held_out"]): each["rate"] for each in rates}
     rows = [
-        (label, *(f"{found[name, count]:.0%}" for count in counts))
-        for name, label in _GATES.items()
+        (_GATES[name], *(f"{found[name, count]:.0%}" for count in counts))
+        for name in dict.fromkeys(each["gate"] for each in rates)
     ]
     return table(("gate", *(f"{count} requests" for count in counts)), rows)
 
