@@ -48,9 +48,9 @@ def provenance(**models: Path | str) -> dict[str, Any]:
     return Provenance.of_this_run(found, STARTED).model_dump()
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
+def write_result(path: Path, result: dict[str, Any], **models: Path | str) -> None:
     """Write a result file with its provenance first, and print it."""
-    text = json.dumps({"provenance": provenance(), **result}, indent=2)
+    text = json.dumps({"provenance": provenance(**models), **result}, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(text)

@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from common import write_result
+from common import SHIPPED, write_result
 from leadout.check.result import Lossless
 from leadout.evaluate.acceptance import TextAcceptance
 from leadout.learn.config import CycleSettings
 from leadout.learn.data import POOL_CYCLES
 from leadout.learn.gate import Comparison, Evidence, compare, decide
+from leadout.models import fingerprint
 from leadout.stats import Floats, Interval
 
 SETTINGS = CycleSettings()
@@ -188,6 +189,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     source = json.loads(arguments.candidates.read_text())
+    if source["provenance"]["models"]["drafter"] != fingerprint(SHIPPED):
+        raise SystemExit(f"{arguments.candidates} is not of {SHIPPED.name}: measure it again.")
     parts = {name: Measured.read(source[name]) for name in ("base", "traffic")}
 
     def repeated(gate: str, repetitions: int, **settings: Any) -> list[tuple[float, list[bool]]]:
@@ -211,8 +214,8 @@ def main() -> None:
         arguments.out,
         {
             "candidates": arguments.candidates.name,
-            "drafter": source["drafter"],
             "settings": SETTINGS.model_dump(include={"gain", "base_loss", "base_sequences"}),
+            "base_sequences": {gate: count for gate, (_, count, _) in GATES.items()},
             "cycles": CYCLES,
             "repetitions": {
                 "losing": REPETITIONS,
@@ -227,6 +230,7 @@ def main() -> None:
             "traffic_gain": TRAFFIC_GAIN,
             "pass_rates": pass_rates,
         },
+        drafter=SHIPPED,
     )
 
 

@@ -31,7 +31,6 @@ from leadout.evaluate.ranks import Ranks
 from leadout.learn.config import CycleSettings
 from leadout.learn.gate import compare
 from leadout.learn.prepare import base_settings, with_steps
-from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.shards import Sample, Samples, ShardWriter
 from leadout.train.export import write_best
@@ -80,14 +79,14 @@ def main() -> None:
     write_result(
         arguments.out,
         {
-            "target": fingerprint(arguments.target),
-            "drafter": fingerprint(SHIPPED),
             "steps_of_training": STEPS,
             "base_changes": changes(base),
             "traffic_changes": changes(traffic),
             "base": rows(base),
             "traffic": rows(traffic),
         },
+        target=arguments.target,
+        drafter=SHIPPED,
     )
 
 

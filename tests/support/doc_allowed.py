@@ -50,6 +50,10 @@ BY_PAGE: dict[str, Allowed] = {
     ),
     "docs/learn.md": (
         (r"the newest fifth|Half of the training text|half its learning rate", "defaults"),
+        (r"a fixed tenth", "a rule of leadout.learn.data"),
+        (r"[Vv]ersion 1\b", "a name"),
+        (r"is above 0,", "a default"),
+        (r"two real candidates", "those of the script"),
     ),
     "docs/limits.md": (
         (r"training on two ranks", "a test"),

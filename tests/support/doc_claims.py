@@ -23,7 +23,8 @@ from leadout.engine.calibration import GPU_SHARE
 from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
 from leadout.evaluate.prompts import MIN_NEW_PROMPTS
 from leadout.learn.config import LearnConfig
-from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS
+from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
+from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from support.models import ROOT
 from support.ops_files import rules
 
@@ -65,7 +66,7 @@ def claims() -> dict[str, list[str]]:
         "docs/howto/train.md": _howto_train(),
         "docs/index.md": [_faults()],
         "docs/learn.md": [
-            f"at least {learned['gain'].default:.0%}",
+            *_gate(),
             f"at most {learned['base_loss'].default:.0%}",
             f"the newest {MAX_REQUESTS:,} requests",
             f"cut to {MAX_LENGTH:,} tokens",
@@ -114,6 +115,20 @@ def _readme_speed() -> list[str]:
         f"no significant gain above {tuned['loses_above']} requests",
         f"the median of {word(rounds)} rounds was {one} times the speed of bare vLLM with one "
         f"request at a time and {eight} times with eight",
+    ]
+
+
+def _gate() -> list[str]:
+    found = result("learn/gate_cycles.json")
+    return [
+        f"than {word(POOL_CYCLES)} cycles need",
+        f"{word(round(10 * POWER))} in ten",
+        f"more than {word(MAX_FACTOR)} times the requests",
+        f"Fewer than {MIN_REQUESTS} requests",
+        f"{word(found['cycles']).capitalize()} cycles that each lose",
+        f"each lose {found['loss_each_cycle']:.0%} on the base",
+        f"always on the same {found['base_sequences']['before']} sequences",
+        f"with {found['traffic_gain']:.0%} more acceptance",
     ]
 
 
