@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
 from leadout.engine import staging
+from leadout.engine.child_process import EngineError
 from leadout.engine.staging import StagedSwap, StagingError, runtime_weights, stage
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import tiny_llama
@@ -221,6 +222,15 @@ def test_staged_weights_are_in_pinned_memory_where_there_is_a_gpu(
     # Once for each allocated parameter and each tensor of the copy; once for each staged tensor.
     parameters = len(drafter.parameter_formats)
     assert pinned == parameters + 2 * len(staged.new.tensors)
+
+
+def test_a_drafter_that_is_left_to_vllm_is_not_replaced(versions: Versions) -> None:
+    drafter = versions.load(0)
+    assert drafter.drafter_config == CONFIG
+    checkpoint = drafter._initial_checkpoint
+    drafter._initial_checkpoint = replace(checkpoint, left_to_vllm=("a trained mask embedding",))
+    with pytest.raises(EngineError, match="has a trained mask embedding, which is left to vLLM"):
+        _ = drafter.drafter_config
 
 
 @pytest.fixture(scope="module")
