@@ -11,7 +11,6 @@ from typing import Any
 import result_tables
 import scale_tables
 
-from leadout.bench.turns import SLICE_SECONDS
 from leadout.check import long_context, lossless
 from leadout.check.baseline import MIN_SHARED
 from leadout.check.diagnosis import MAX_HALF_WIDTH, MIN_TEXTS
@@ -27,7 +26,6 @@ from leadout.learn.config import LearnConfig
 from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
 from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from leadout.pairing import batched_tokens_for
-from leadout.stats import MIN_ROUNDS_FOR_INTERVAL
 from support.models import ROOT
 from support.ops_files import rules
 
@@ -56,14 +54,12 @@ def claims() -> dict[str, list[str]]:
         "docs/alternatives.md": [
             f"{name} {version}" for name, version in versions_of_alternatives().items()
         ],
-        "docs/bench.md": [_slices(), f"none with fewer than {MIN_ROUNDS_FOR_INTERVAL}"],
         "docs/concepts/acceptance-length.md": _acceptance_length(),
         "docs/concepts/break-even.md": [_loss_at_sixteen(), f"default to {DEFAULT_BREAK_EVEN}"],
         "docs/concepts/dflash.md": _dflash(),
         "docs/concepts/lossless.md": _lossless(),
         "docs/decisions.md": [
             "0.1.0 and 0.9.0",  # the pins of .ci/environment
-            _slices(),
             f"{8192 // batched_tokens_for(1, 15)} requests decode at K = 15",
             f"prompts of {batched_tokens_for(1024, 15):,} tokens",
         ],
@@ -117,10 +113,6 @@ def _faults() -> str:
     rows = result("faults/tiny.json")["faults"]
     silent = sum(row["stock"] == "serves, no error" for row in rows)
     return f"stock vLLM serves {silent} of {len(rows)} seeded faults"
-
-
-def _slices() -> str:
-    return if_true(SLICE_SECONDS == 0.25, "a quarter of a second")
 
 
 def _readme_speed() -> list[str]:
