@@ -30,6 +30,7 @@ _REQUEST = "vllm.v1.request:Request"
 _OUTPUT = "vllm.v1.core.sched.output:SchedulerOutput"
 _RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
 _DFLASH = "vllm.model_executor.models.qwen3_dflash"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
 _LINEAR = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
@@ -165,7 +166,9 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal(_EMBEDDING, "process_weights_after_loading", "self, layer"),
         Internal("vllm.utils.platform_utils", "is_pin_memory_available", ""),
         *_attributes("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", CPU_KERNEL),
-        *_attributes("vllm.v1.worker.gpu_worker:Worker", "_sleep_mode_backend"),
+        Internal(_WORKER, "get_model", "self"),
+        Internal(_WORKER, "get_draft_model", "self"),
+        *_attributes(_WORKER, "_sleep_mode_backend"),
         Internal("vllm.device_allocator.sleep_mode_backend:SleepModeBackend", "state", "self"),
         Internal(
             "vllm.v1.engine.core_client:AsyncMPClient",
@@ -200,6 +203,8 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "num_tokens_across_dp, cudagraph_runtime_mode=",
         ),
         Internal(_SPECULATOR, "_precompute_context_kv", "self, start, end, dummy_run="),
+        Internal(_WORKER, "init_device", "self"),
+        *_attributes("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "speculator"),
     ),
     DRAFT_CLASS: (
         *(
@@ -351,7 +356,7 @@ def platform_worker() -> Any:
         return _found("vllm.v1.worker.cpu_worker:CPUWorker")
     if current_platform.is_xpu():
         return _found("vllm.v1.worker.xpu_worker:XPUWorker")
-    return _found("vllm.v1.worker.gpu_worker:Worker")
+    return _found(_WORKER)
 
 
 def engine_index(vllm_config: Any) -> int:
