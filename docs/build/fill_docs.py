@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu_tables
 import learn_tables
 import quickstart_output
 import result_tables
@@ -54,6 +55,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "seconds-per-million": scale_tables.seconds_per_million,
     "large-drafter": scale_tables.large_drafter,
     "fleet": scale_tables.fleet,
+    "gpu-plain": gpu_tables.plain,
+    "gpu-differences": gpu_tables.differences,
+    "gpu-dispatch": gpu_tables.dispatch,
     "quickstart-check": quickstart_output.check,
     "quickstart-tune": quickstart_output.tune,
     "quickstart-bench": quickstart_output.bench,

@@ -30,6 +30,8 @@ def result(name: str) -> Any:
         "bench/profile.json",
         "bench/random.json",
         "train/ablations.json",
+        "gpu/resolution.json",
+        "gpu/dispatch.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:

@@ -1,0 +1,71 @@
+"""Tables on faked GPUs: what vLLM resolves there, and graphs of steps; see fill_docs.py."""
+
+from typing import Any
+
+from result_tables import result, table
+
+FIELDS = {
+    "runner": "model runner",
+    "async_scheduling": "async scheduling",
+    "max_num_seqs": "sequences",
+    "max_num_batched_tokens": "batched tokens",
+    "max_num_scheduled_tokens": "scheduled tokens",
+    "cudagraph_mode": "graph mode",
+    "capture_sizes": "capture sizes",
+    "full_graphs": "full graphs",
+    "target_attention": "attention of the target",
+    "drafter_attention": "attention of the drafter",
+    "drafter_graphs": "full graphs of the drafter",
+}
+
+
+def plain() -> str:
+    """Plain vLLM with a DFlash drafter."""
+    found = result("gpu/resolution.json")
+    rows = {row["gpu"]: row for row in found["rows"] if row["mode"] == "vllm, DFlash"}
+    lines = [(name, *(_cell(rows[gpu][field]) for gpu in rows)) for field, name in FIELDS.items()]
+    return table(("", *rows), lines)
+
+
+def differences() -> str:
+    """By way to start, what differs from plain vLLM."""
+    rows = [row for row in result("gpu/resolution.json")["rows"] if "compared_with" in row]
+    lines = []
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        here = [row for row in rows if row["mode"] == mode]
+        refused = {row["refused"].replace("\n", " ") for row in here if "refused" in row}
+        said = [f"refused: {each}" for each in sorted(refused)]
+        fields: dict[tuple[str, str], list[str]] = {}
+        for row in here:
+            for each in row.get("differs", ()):
+                fields.setdefault((each["field"], each["reason"]), []).append(row["gpu"])
+        for (field, reason), gpus in fields.items():
+            where = "" if len(gpus) == len(here) else f" ({', '.join(gpus)})"
+            said.append(f"{FIELDS[field]}{where}: {reason}")
+        lines.append((f"`{mode}`", "; ".join(said) or "nothing"))
+    return table(("way to start", "differs from plain vLLM in"), lines)
+
+
+def dispatch() -> str:
+    """Shares of full graphs."""
+    cells = result("gpu/dispatch.json")["cells"]
+    counts = list(dict.fromkeys(cell["concurrency"] for cell in cells))
+    found = {(cell["gpu"], cell["mode"], cell["concurrency"]): cell for cell in cells}
+    lines = [
+        (gpu, f"`{mode}`", *(f"{100 * found[gpu, mode, count]['full']:.1f}%" for count in counts))
+        for gpu, mode in dict.fromkeys((cell["gpu"], cell["mode"]) for cell in cells)
+    ]
+    heads = [f"{count} request{'s' if count > 1 else ''}" for count in counts]
+    return table(("GPU", "way to start", *heads), lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return f"{len(value)}, up to {max(value, default=0)} tokens"
+    if isinstance(value, dict):
+        return "; ".join(f"K = {k}: up to {count} requests" for k, count in value.items())
+    if value is None:
+        return "not set"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,44 @@
+"""Which decoding steps run in full CUDA graphs on faked GPUs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from support.fake_gpu import GPUS
+from support.gpu_dispatch import CONCURRENCIES, MODES, cells_on
+from support.models import ROOT
+
+COMMITTED = ROOT / "results" / "gpu" / "dispatch.json"
+REMAKE = "run python experiments/gpu_dispatch.py --out results/gpu/dispatch.json"
+REPLAYED = 16  # requests; the others take long
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[tuple[str, str, int], dict[str, Any]]:
+    cells = json.loads(COMMITTED.read_text())["cells"]
+    return {(cell["gpu"], cell["mode"], cell["concurrency"]): cell for cell in cells}
+
+
+@pytest.mark.parametrize("gpu", ["H100", "B200"])
+def test_the_committed_shares_are_those_of_a_replay_now(
+    gpu: str, committed: dict[tuple[str, str, int], dict[str, Any]]
+) -> None:
+    for cell in cells_on(gpu, (REPLAYED,)):
+        assert committed[gpu, cell["mode"], REPLAYED] == {"gpu": gpu, **cell}, REMAKE
+
+
+def test_every_cell_was_replayed(committed: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+    assert len(committed) == len(GPUS) * len(MODES) * len(CONCURRENCIES)
+    assert all(cell["decode_steps"] >= 400 for cell in committed.values())
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_one_length_for_all_requests_runs_in_full_graphs_up_to_the_largest_capture(
+    gpu: str, committed: dict[tuple[str, str, int], dict[str, Any]]
+) -> None:
+    shares = {count: committed[gpu, MODES[0].name, count]["full"] for count in CONCURRENCIES}
+    assert shares[1] == shares[4] == shares[16] == 1.0
+    assert shares[128] == 0.0  # 128 x 16 tokens: nothing is captured for so many
