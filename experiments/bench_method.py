@@ -5,7 +5,7 @@
 Two bare servers at concurrency 1 and 8, in slices and in waves, for the same number of rounds of
 the same length. Writes `results/bench/method.json`: by the clock and by processor seconds, the
 standard deviation of the log ratio of a round, the minutes that were needed, and the half width of
-a 95% interval after ten minutes at that rate. Takes about 15 minutes on two idle cores.
+a 95% interval after ten minutes at that rate. Takes about ten minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from leadout.console import Advance, Progress
 
 OUT = ROOT / "results" / "bench" / "method.json"
 CONCURRENCIES = (1, 8)
-ROUNDS, SECONDS, OUTPUT_TOKENS = 12, 4.0, 128
+TURNS: tuple[Literal["slices", "waves"], ...] = ("slices", "waves")
+ROUNDS, SECONDS, OUTPUT_TOKENS = 10, 4.0, 128
 MINUTES = 10.0
 
 
@@ -35,50 +36,52 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
     arguments = parser.parse_args()
-    rows = []
-    for turns in ("slices", "waves"):
-        for concurrency in CONCURRENCIES:
-            rows.append(measure(turns, concurrency, arguments))
+    rows = [row for turns in TURNS for row in measure(turns, arguments)]
     write_result(OUT, {"rounds": ROUNDS, "seconds": SECONDS, "cells": rows})
 
 
-def measure(
-    turns: Literal["slices", "waves"], concurrency: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def measure(turns: Literal["slices", "waves"], arguments: argparse.Namespace) -> list[Any]:
     settings = BenchSettings(
         target=str(arguments.target),
         prompts=(str(arguments.prompts),),
-        concurrency=(concurrency,),
+        concurrency=CONCURRENCIES,
         rounds=ROUNDS,
         seconds=SECONDS,
         turns=turns,
         output_tokens=OUTPUT_TOKENS,
         server_flags=("--dtype", "float32", "--max-model-len", "2048"),
-        out=arguments.work / f"{turns}-{concurrency}",
+        out=arguments.work / turns,
     )
     with TimedProgress("bench") as progress:
         result = bench(settings, progress)
-    minutes = progress.measured_seconds / 60
-    (cell,) = [each for each in result.cells if each.arm == BARE_AGAIN]
-    return {
-        "turns": turns,
-        "concurrency": concurrency,
-        "minutes": minutes,
-        "clock": summary([each.speedup for each in cell.rounds], minutes),
-        "processor": summary([each.processor_ratio for each in cell.rounds], minutes),
-    }
+    rows, before = [], 0.0
+    cells = [cell for cell in result.cells if cell.arm == BARE_AGAIN]  # ascending concurrency
+    for number, cell in enumerate(cells, start=1):
+        ended = progress.seconds[number * ROUNDS - 1]
+        minutes, before = (ended - before) / 60, ended
+        rows.append(
+            {
+                "turns": turns,
+                "concurrency": cell.concurrency,
+                "minutes": minutes,
+                "clock": summary([each.speedup for each in cell.rounds], minutes),
+                "processor": summary([each.processor_ratio for each in cell.rounds], minutes),
+            }
+        )
+    return rows
 
 
 class TimedProgress(Progress):
-    """Also measures the time from the first load to the last round, without starting servers."""
+    """Also notes when each round ended, in seconds since the first load began."""
 
-    measured_seconds = 0.0
+    seconds: list[float]
 
     def stage(self, name: str, total: int | None = None, done: int = 0) -> Advance:
         advance, started = super().stage(name, total, done), time.monotonic()
+        self.seconds = []
 
         def timed(steps: int = 1, note: str = "") -> None:
-            self.measured_seconds = time.monotonic() - started
+            self.seconds.append(time.monotonic() - started)
             advance(steps, note)
 
         return timed

@@ -117,8 +117,6 @@ def _bench(draw: Callable[[BenchResult], str], name: str) -> str:
 FILES: dict[str, Callable[[], str]] = {
     "results/bench/smollm2.svg": partial(_bench, bench_page.picture, "smollm2.json"),
     "results/bench/smollm2.html": partial(_bench, bench_page.page, "smollm2.json"),
-    "results/bench/random.svg": partial(_bench, bench_page.picture, "random.json"),
-    "results/bench/random.html": partial(_bench, bench_page.page, "random.json"),
     "results/live/smollm2.svg": partial(_drawn, live, "live/smollm2.json"),
     "results/learn/smollm2.svg": partial(_drawn, learn, "learn/smollm2.json"),
 }

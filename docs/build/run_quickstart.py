@@ -45,7 +45,6 @@ def main() -> None:
         shutil.copy(RESULTS / "tuned.json", folder)
         if "bench" in arguments.only:
             run(BENCH, folder)
-            shutil.copy(folder / "bench" / "results.json", RESULTS / "bench.json")
         if "serve" in arguments.only:
             serve(folder)
 

@@ -121,7 +121,7 @@ def _readme_speed() -> list[str]:
     rounds = len({each["round"] for each in result("live/smollm2.json")["traffic"]["rounds"]})
     one, eight = (result_tables.live_over("bare", load) for load in (1, 8))
     return [
-        f"from {first[2]} at one request to {last[2]} at {last[0]} and more",
+        f"from {first[2]} at one request to none above {last[0] - 1}",
         f"no significant gain above {tuned['loses_above']} requests",
         f"the median of {word(rounds)} rounds was {one} times the speed of bare vLLM with one "
         f"request at a time and {eight} times with eight",
@@ -251,10 +251,10 @@ def _about_a_tenth(phrase: str) -> str:
 
 
 def _limits() -> list[str]:
-    bench, live = result("bench/smollm2.json"), result("live/smollm2.json")
-    kinds = len(live["traffic"]["rounds"][0]["phases"])
+    rounds = result("live/smollm2.json")["traffic"]["rounds"]
+    kinds, count = len(rounds[0]["phases"]), len({each["round"] for each in rounds})
     return [
-        f"{word(bench['settings']['rounds']).capitalize()} rounds are few",
+        f"in {word(count)} rounds",
         f"one pair and {word(kinds)} kinds of text",
         _about_a_tenth("[loses about a tenth]"),
     ]
@@ -338,26 +338,18 @@ def _prompt_lookup() -> list[str]:
 
 
 def _quickstart() -> list[str]:
-    bench, large = result("quickstart/bench.json"), result("bench/smollm2.json")
     checked = result("quickstart/check.json")
     offline, served = checked["offline"]["overall"]["length"], checked["served"][0]["length"]
-    sets = word(result_tables.bench_sets_counted(large))
     return [
         f"yields {offline['value']:.2f} tokens on average offline and {served:.2f} served",
-        f"{word(bench['settings']['rounds'])} rounds",
-        f"{sets} prompt sets at {word(len(large['settings']['concurrencies']))} loads",
     ]
 
 
 def _results() -> list[str]:
     first = result("train/from_target_layers.json")["runs"][-1]["settings"]
-    bench = (ROOT / "experiments" / "bench_smollm2.py").read_text()
-    draft_vocab = int(re.findall(r"^DRAFT_VOCAB = ([\d_]+)", bench, re.MULTILINE)[0])
-    vocabulary = json.loads((SHIPPED / "config.json").read_text())["vocab_size"]
     rounds = len({each["round"] for each in result("live/smollm2.json")["traffic"]["rounds"]})
     return [
         f"blocks of {first['block_size']}",
-        f"{draft_vocab:,} of the {vocabulary:,} tokens",
         f"Medians of {word(rounds)} rounds",
         _about_a_tenth("At 8 and more requests live control costs about a tenth"),
     ]

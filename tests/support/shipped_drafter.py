@@ -16,18 +16,9 @@ from support.models import ROOT
 RESULTS = ROOT / "results"
 SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 
-# By the fingerprint of the shipped drafter, those of drafters that `leadout convert` made from it:
-# with another shipped drafter they no longer count.
-DERIVED = {
-    "fd131f2757e80d63fceb35f375e75e6bdd842bba2da7e398835d5d7a50b1a27c": {
-        # Reduced to a draft vocabulary of 14,000 tokens, by experiments/bench_smollm2.py.
-        "9123f8917bf33b8cfb358fbfb2c7110014117e4f629ec59420065c759e9d5c59",
-    },
-}
-
 # Results that are not about the shipped drafter, which the pages say where they show them.
 OTHER_DRAFTERS = {
-    "bench/random.json": "a useless drafter with random weights",
+    "bench/method.json": "bare vLLM against itself, without a drafter",
     "bench/random-tuned.json": "a useless drafter with random weights",
     "control/copying.json": "prompt lookup, without a drafter",
     "control/simulator.json": "simulated acceptance and costs",
@@ -47,13 +38,11 @@ OTHER_DRAFTERS = {
 # fails if a result on it names its drafter. The values say which drafter it was, as far as known.
 MADE_BEFORE_FINGERPRINTS = {
     "bench/profile.json": "first",
-    "bench/smollm2.json": "shipped",
     "check/faults.json": "first",
     "learn/capture.json": "first",
     "learn/smollm2.json": "first",
     "learn/swaps.json": "first",
     "live/smollm2.json": "first",
-    "quickstart/bench.json": "shipped",
     "quickstart/check.json": "shipped",
     "serve/throughput.json": "one before the first",
     "train/smollm2.json": "shipped",
@@ -68,11 +57,6 @@ def drafters_of(result: Any) -> set[str]:
     return found | ({tuned["fingerprint"]} if isinstance(tuned, dict) else set())
 
 
-def accepted_fingerprints() -> set[str]:
-    shipped = fingerprint(SHIPPED)
-    return {shipped} | DERIVED.get(shipped, set())
-
-
 def problem_of(name: str, result: Any) -> str | None:
     """Why a result may not be shown as one of the shipped drafter."""
     drafters = drafters_of(result)
@@ -82,7 +66,7 @@ def problem_of(name: str, result: Any) -> str | None:
         return f"{name} names its drafter: remove it from the exceptions" if drafters else None
     if not drafters:
         return f"{name} does not name its drafter: record its fingerprint in the provenance"
-    wrong = drafters - accepted_fingerprints()
+    wrong = drafters - {fingerprint(SHIPPED)}
     return f"{name} was made with another drafter: {sorted(wrong)[0][:12]}" if wrong else None
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from leadout.models import fingerprint
-from support import shipped_drafter
 from support.shipped_drafter import (
-    DERIVED,
     MADE_BEFORE_FINGERPRINTS,
     OTHER_DRAFTERS,
     SHIPPED,
@@ -32,7 +30,6 @@ def test_a_result_is_of_the_shipped_drafter(name: str) -> None:
 def test_exceptions_exist_and_are_listed_once() -> None:
     assert OTHER_DRAFTERS.keys() | MADE_BEFORE_FINGERPRINTS.keys() <= committed_results().keys()
     assert not OTHER_DRAFTERS.keys() & MADE_BEFORE_FINGERPRINTS.keys()
-    assert DERIVED.keys() == {fingerprint(SHIPPED)}
 
 
 def test_a_result_of_another_drafter_is_refused() -> None:
@@ -61,10 +58,3 @@ def test_an_exception_that_is_no_longer_needed_is_reported() -> None:
         problem_of(name, measured_again)
         == f"{name} names its drafter: remove it from the exceptions"
     )
-
-
-def test_derived_drafters_count_only_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    (reduced,) = DERIVED[fingerprint(SHIPPED)]
-    assert problem_of("bench/new.json", result_with(drafter=reduced)) is None
-    monkeypatch.setattr(shipped_drafter, "fingerprint", lambda folder: "1" * 64)
-    assert "another drafter" in str(problem_of("bench/new.json", result_with(drafter=reduced)))
