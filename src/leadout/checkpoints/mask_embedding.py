@@ -169,7 +169,7 @@ class _TorchFile:
             return arguments[0]
         if name == _REBUILD_TENSOR and isinstance(arguments[0], _Storage):
             return self._tensor(*arguments[:4])
-        return self._refuse(f"would call {name or callee!r}")
+        return self._refuse(f"would call {name or callee}")
 
     def _tensor(
         self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]

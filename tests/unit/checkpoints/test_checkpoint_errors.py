@@ -142,7 +142,7 @@ def test_what_only_vllm_computes_can_be_served(
 def test_a_served_drafter_is_checked_where_leadout_knows_it(zlab_folder: Path) -> None:
     quantized = {"quantization_config": {"quant_method": "fp8"}}
     edit_config(zlab_folder, lambda config: config.update(quantized, num_hidden_layers=9))
-    with pytest.raises(CheckpointError, match="num_hidden_layers is 9"):
+    with pytest.raises(CheckpointError, match=r"the 9 layers \(num_hidden_layers\)"):
         read_checkpoint(zlab_folder, as_served=True)
     edit_config(zlab_folder, lambda config: config.update(num_hidden_layers=2, hc_mult=4))
     with pytest.raises(UnsupportedCheckpointError, match="hyper-connections"):
