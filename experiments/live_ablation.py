@@ -31,12 +31,12 @@ from control_simulator.traffic import HELD_OUT_TRAFFIC, MACHINES, TUNING_TRAFFIC
 from leadout.control import acceptance_model, cost_model, policy
 
 BOUND = 0.01
-CLOCK = 900.0  # bare steps
+CLOCK = 600.0  # bare steps
 SEED = 2000
-BATCHES = {1: "measured", 4: "nothing", 16: "nothing"}  # what is known about costs at the start
+MACHINE_NAMES = ("cpu", "graphs")
+BATCHES = {2: "measured", 12: "nothing"}  # what is known about costs at the start
 TRAFFIC = (
     "steady, hopeless",
-    "steady 0.4",
     "steady 0.8",
     "weak first, strong rest",
     "collapse after 2",
@@ -44,7 +44,6 @@ TRAFFIC = (
     "two kinds, half each",
     "switch every 300",
     "requests that switch to translation",
-    "bursts of chat",
     "short requests of two kinds",
     "prefill in every step",
 )
@@ -126,8 +125,8 @@ def simulate() -> dict[str, float]:
     traffic = {each.name: each for each in (*TUNING_TRAFFIC, *HELD_OUT_TRAFFIC)}
     found = {}
     for name in TRAFFIC:
-        for machine_name, model in MACHINES.items():
-            machine = Machine(model)
+        for machine_name in MACHINE_NAMES:
+            machine = Machine(MACHINES[machine_name])
             for batch, start in BATCHES.items():
                 live = machine.policy(machine.costs if start == "measured" else None)
                 run = run_policy(live, traffic[name], machine, batch, CLOCK, SEED)

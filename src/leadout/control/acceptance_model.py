@@ -154,7 +154,7 @@ class AcceptanceModel:
             self._counts[1] = PRIOR_TRIALS
             self._counts[0] = PRIOR_TRIALS * np.array(prior.probabilities(max_drafts))
         self._decay = 2 ** (-1 / HALF_LIFE)
-        self._cusum = np.zeros(2)  # of all traffic: sums above and below
+        self._above = self._below = 0.0  # CUSUM of all traffic
         # By request. Row 0 takes what arrives for requests that have ended.
         self._rows: dict[str, int] = {}
         self._last_batch: tuple[Sequence[str], Ints] = ((), np.zeros(0, np.int64))
@@ -191,7 +191,7 @@ class AcceptanceModel:
         reached = np.minimum(accepted + 1, verified)
         # [j]: requests that verified draft j after all before it were accepted, and accepted it
         trials, hits = (
-            np.cumsum(np.bincount(each, minlength=self._max_drafts + 1)[:0:-1])[::-1]
+            np.bincount(each, minlength=self._max_drafts + 1)[:0:-1].cumsum()[::-1]
             for each in (reached, accepted)
         )
         if not trials[0]:
@@ -256,22 +256,24 @@ class AcceptanceModel:
             mean = survival.sum(axis=1)
             variance = np.maximum(survival @ self._square - mean * mean, MIN_VARIANCE)
             deviation = np.where(verified, (accepted - mean) / np.sqrt(variance), 0.0)
-            sums = np.maximum(state.cusum[rows] + _both_sides(deviation), 0.0)
-            changed = sums.max(axis=1) > REQUEST_THRESHOLD
+            above = np.maximum(state.above[rows] + deviation - SLACK, 0.0)
+            below = np.maximum(state.below[rows] - deviation - SLACK, 0.0)
+            changed = np.maximum(above, below) > REQUEST_THRESHOLD
             if changed.any():
-                sums[changed] = 0.0
+                above[changed] = below[changed] = 0.0
                 state.discount(rows[changed])
-            state.cusum[rows] = sums
+            state.above[rows], state.below[rows] = above, below
         decay = self._decay**turns
         state.accepted[rows] = state.accepted[rows] * decay + self._first[accepted]
         reached = np.minimum(accepted + 1, verified)
         state.trials[rows] = state.trials[rows] * decay + self._first[reached]
 
     def _detects_change(self, deviation: float) -> bool:
-        self._cusum = np.maximum(self._cusum + _both_sides(np.array(deviation)), 0.0)
-        if self._cusum.max() <= GLOBAL_THRESHOLD:
+        self._above = max(self._above + deviation - SLACK, 0.0)
+        self._below = max(self._below - deviation - SLACK, 0.0)
+        if max(self._above, self._below) <= GLOBAL_THRESHOLD:
             return False
-        self._cusum = np.zeros(2)
+        self._above = self._below = 0.0
         return True
 
     def _update_global(self) -> None:
@@ -289,15 +291,17 @@ class _RequestArrays:
     accepted: Floats  # [rows, drafts], decayed
     trials: Floats  # [rows, drafts], decayed
     survival: Floats  # [rows, drafts], as last computed
-    cusum: Floats  # [rows, 2], sums of deviations above and below
+    above: Floats  # [rows], CUSUM of deviations
+    below: Floats  # [rows]
 
     @classmethod
     def zeros(cls, rows: int, max_drafts: int) -> _RequestArrays:
-        return cls(*(np.zeros((rows, columns)) for columns in (*(max_drafts,) * 3, 2)))
+        counts = [np.zeros((rows, max_drafts)) for _ in range(3)]
+        return cls(*counts, np.zeros(rows), np.zeros(rows))
 
     def doubled(self) -> _RequestArrays:
-        grown = (self.accepted, self.trials, self.survival, self.cusum)
-        return _RequestArrays(*(np.concatenate([each, np.zeros_like(each)]) for each in grown))
+        arrays = (self.accepted, self.trials, self.survival, self.above, self.below)
+        return _RequestArrays(*(np.concatenate([each, np.zeros_like(each)]) for each in arrays))
 
     def discount(self, rows: Ints | slice) -> None:
         kept = _share_kept(self.trials[rows])
@@ -306,16 +310,11 @@ class _RequestArrays:
 
     def clear(self, row: int) -> None:
         self.accepted[row] = self.trials[row] = 0.0
-        self.cusum[row] = 0.0
+        self.above[row] = self.below[row] = 0.0
 
 
 def _share_kept(trials: Floats) -> Floats:
     return np.minimum(1.0, TRIALS_AFTER_CHANGE / np.maximum(trials, 1e-9))
-
-
-def _both_sides(deviation: Floats) -> Floats:
-    """[..., 2]: what a deviation adds to the sums of a two-sided CUSUM."""
-    return np.stack([deviation - SLACK, -deviation - SLACK], axis=-1)
 
 
 def _turn(count: int, start: int) -> tuple[slice, int, int]:

@@ -142,7 +142,9 @@ def optimise(survival: Floats, limits: Ints, costs: StepCostTable) -> Optimum:
     lowest = int(limits.min())
     if lowest < max_drafts:
         survival = survival * (np.arange(max_drafts) < limits[:, None])
-    tokens = np.concatenate([[batch_size], batch_size + np.cumsum(survival.sum(axis=0))])[ladder]
+    by_drafts = np.full(max_drafts + 1, float(batch_size))
+    by_drafts[1:] += survival.sum(axis=0).cumsum()
+    tokens = by_drafts[ladder]
     uniform = tokens / (costs.uniform + costs.draft)
     if lowest < max_drafts:
         # Longer drafts for some requests only: no step can be uniform there.
@@ -160,8 +162,8 @@ def optimise(survival: Floats, limits: Ints, costs: StepCostTable) -> Optimum:
     sums = np.bincount(bins.ravel(), survival.ravel(), minlength=size).reshape(max_drafts, -1)
     rungs = ladder[1:] - 1
     # [rungs, levels], from the highest level down; level 0 also holds what a limit excludes.
-    above = np.cumsum(np.cumsum(counts, axis=0)[rungs, :0:-1], axis=1)
-    gained = np.cumsum(np.cumsum(sums, axis=0)[rungs, :0:-1], axis=1)
+    above = counts.cumsum(axis=0)[rungs, :0:-1].cumsum(axis=1)
+    gained = sums.cumsum(axis=0)[rungs, :0:-1].cumsum(axis=1)
     seconds = np.where(above, costs.mixed_seconds(above), costs.uniform[0])
     mixed = (batch_size + gained) / (seconds + costs.draft[1:, None])
     best = mixed.argmax(axis=1)

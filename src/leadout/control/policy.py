@@ -19,6 +19,7 @@ expected tokens per second:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -219,8 +220,7 @@ class Policy:
 
     def _choose(self, rates: Floats, max_drafts: int) -> int:
         """The rung with the highest throughput; sets K."""
-        count = sum(k <= max_drafts for k in self.ladder)
-        rung = int(rates[:count].argmax())
+        rung = int(rates[: bisect_right(self.ladder, max_drafts)].argmax())
         self._k = self.ladder[rung]
         if self._k and self._is_off:
             self._pending_probe = None
