@@ -210,7 +210,7 @@ class Policy:
         if lookup is not None:
             self._lookup_acceptance.observe(lookup)
         if seconds is not None:
-            self._survey.record(batch_size)
+            self._survey.record()
             self.costs.observe(batch_size, drafts, k, seconds, is_mixed=is_mixed, prefill=prefill)
 
     def forget(self, request_id: str) -> None:
@@ -363,17 +363,20 @@ class CostSurvey:
         """An empty ladder: all costs are measured already."""
         self._ladder = ladder
         self._missing: dict[int, list[int]] = {}  # by size class, the next K last
+        self._asked: list[int] = []  # of the size that was asked for last
 
     def requested_k(self, batch_size: int) -> int | None:
         """The K of the step that should be measured now; None: any."""
-        missing = self._missing_at(batch_size)
-        return missing[-1] if missing else None
+        self._asked = self._missing_at(batch_size)
+        return self._asked[-1] if self._asked else None
 
-    def record(self, batch_size: int) -> None:
-        """A step has been measured. What it drafted, the next one verifies."""
-        missing = self._missing_at(batch_size)
-        if missing:
-            missing.pop()
+    def record(self) -> None:
+        """A step has been measured. What it drafted, the next one verifies.
+
+        It may have served fewer requests than were asked for: in a pipeline, every step does.
+        """
+        if self._asked:
+            self._asked.pop()
 
     def _missing_at(self, batch_size: int) -> list[int]:
         size = batch_size.bit_length()

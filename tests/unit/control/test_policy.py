@@ -382,7 +382,7 @@ def test_survey_asks_for_each_rung_once_at_each_size() -> None:
     asked = []
     for _ in range(3):
         asked.append(survey.requested_k(4))
-        survey.record(4)
+        survey.record()
     assert asked == [0, 1, 7]
     assert survey.requested_k(4) is None
     assert survey.requested_k(9) == 0
