@@ -166,7 +166,8 @@ class AcceptanceModel:
 
     def trials(self, request_ids: Sequence[str]) -> Floats:
         """Decayed numbers of times that the requests' first drafts were verified."""
-        return self._state.trials[self._rows_of(request_ids), 0]
+        found: Floats = self._state.trials[self._rows_of(request_ids), 0]
+        return found
 
     def survival(self, request_ids: Sequence[str]) -> Floats:
         """[requests, j]: probability that drafts 1 to j + 1 of a request are all accepted."""
@@ -296,8 +297,8 @@ class _RequestArrays:
 
     @classmethod
     def zeros(cls, rows: int, max_drafts: int) -> _RequestArrays:
-        counts = [np.zeros((rows, max_drafts)) for _ in range(3)]
-        return cls(*counts, np.zeros(rows), np.zeros(rows))
+        accepted, trials, survival = np.zeros((3, rows, max_drafts))
+        return cls(accepted, trials, survival, np.zeros(rows), np.zeros(rows))
 
     def doubled(self) -> _RequestArrays:
         arrays = (self.accepted, self.trials, self.survival, self.above, self.below)

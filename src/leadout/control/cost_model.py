@@ -115,7 +115,7 @@ class StepCostTable:
         self.uniform, self.mixed, self.draft = uniform, mixed, draft
         self.baseline = float(uniform[0] + draft[0])
 
-    def mixed_seconds(self, drafts: Floats | int) -> Floats:
+    def mixed_seconds(self, drafts: Floats | Ints | int) -> Floats:
         """The target's pass over numbers of drafts in all, spread unevenly over the requests."""
         return np.interp(np.asarray(drafts) / self.batch_size, self.ladder, self.mixed)
 
@@ -236,6 +236,8 @@ class StepCostFilter:
             + [JUMP_STD] * len(ladder)
         )
         self._state = np.zeros(len(self._std))
+        self._covariance: Floats = np.zeros((len(self._std), len(self._std)))
+        self._diagonal = np.diag_indices(len(self._std))
         self._scale = 0.0
         self._outliers = 0
         # By batch size: prior means and features of all kinds of steps; measured curves.
@@ -322,7 +324,6 @@ class StepCostFilter:
         self._scale = scale
         self._initial_variance = (self._std * scale) ** 2
         self._covariance = np.diag(self._initial_variance)
-        self._diagonal = np.diag_indices(len(self._std))
 
     def _features(
         self, batch_size: int, drafts: int, k: int, is_mixed: bool, prefill: int

@@ -232,7 +232,8 @@ class Policy:
         if self._is_off:
             return np.zeros_like(available)
         if min_survival:
-            return np.minimum((survival >= min_survival).sum(axis=1), available)
+            worthwhile: Ints = (survival >= min_survival).sum(axis=1)
+            return np.minimum(worthwhile, available)
         return np.minimum(available, self._k)
 
     def _prefer_lookup(

@@ -315,8 +315,10 @@ def signature_of(function: Any) -> str:
         elif each.kind is each.KEYWORD_ONLY and not has_star:
             parts.append("*")
             has_star = True
-        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
-        parts.append(f"{stars}{each.name}{'' if each.default is each.empty else '='}")
+        stars: dict[Any, str] = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}
+        parts.append(
+            f"{stars.get(each.kind, '')}{each.name}{'' if each.default is each.empty else '='}"
+        )
     return ", ".join(parts)
 
 
@@ -327,10 +329,16 @@ def _has_attribute(owner: Any, name: str) -> bool:
     """
     if hasattr(owner, name) or (is_dataclass(owner) and name in {f.name for f in fields(owner)}):
         return True
+    return re.search(rf"\b(self|layer)\.{name}\b", _source_of(owner)) is not None
+
+
+@cache
+def _source_of(owner: Any) -> str:
+    """Kept, because finding a class in its file is slow."""
     try:
-        return re.search(rf"\b(self|layer)\.{name}\b", inspect.getsource(owner)) is not None
+        return inspect.getsource(owner)
     except (OSError, TypeError):  # no source to look at
-        return False
+        return ""
 
 
 def is_supported(version: str) -> bool:
