@@ -24,14 +24,13 @@ DRAFT_TOKENS = 15  # as published drafters have, with blocks of 16
 BARE, DFLASH = "vllm", "vllm, DFlash"
 # Fields that Leadout changes, with the reason, by the flag of `leadout serve` that causes it.
 REASONS: dict[str, dict[str, str]] = {
-    "--live": {},
+    "--live": {
+        "full_graphs": "a ladder of K is declared to vLLM, which captures full graphs for each of "
+        "them; live control chooses among them at every step",
+    },
     "--tuned": {
         "full_graphs": "the table of the tuned file names each K, and vLLM captures full graphs "
         "for each of them; above the last range it drafts less, so that they cover more requests",
-    },
-    "--draft": {
-        "max_num_batched_tokens": "raised so that all sequences can decode in one step with "
-        "1 + 2K tokens each",
     },
 }
 
@@ -52,8 +51,8 @@ class Mode:
         return bool({"--draft", "--registry"} & set(self.leadout))
 
     def reason(self, field: str) -> str | None:
-        # What comes with every drafter counts last.
-        for flag in sorted({*self.leadout, "--draft"}, key=lambda each: each == "--draft"):
+        # With --live a tuned file is only where it starts from.
+        for flag in sorted(self.leadout, key=lambda each: each != "--live"):
             if field in REASONS.get(flag, {}):
                 return REASONS[flag][field]
         return None
