@@ -244,7 +244,7 @@ class _Planner:
             notes += below_break_even(tuned, config.scheduler_config.max_num_seqs)
         if tuned is None or is_live:
             asked = self._speculation.get(DRAFT_LENGTH)
-            lengths = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
+            lengths: dict[str, Any] = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
             if is_live:
                 lengths |= ladder_table(lengths[DRAFT_LENGTH], self._speculation, config)
                 start = "the costs in the tuned file" if tuned else "its own measurements only"
