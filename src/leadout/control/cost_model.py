@@ -254,8 +254,8 @@ class StepCostFilter:
     def table(self, batch_size: int, prefill: int = 0, *, optimism: float = 0.0) -> StepCostTable:
         """The costs at a batch size, of steps that also process `prefill` tokens of prompts.
 
-        `optimism`: standard deviations by which the cost of uniform steps with drafts, relative to
-        those without, is underestimated.
+        `optimism`: standard deviations by which the cost of uniform steps with drafts is
+        underestimated.
         """
         law = self._laws.get(batch_size)
         if law is None:
@@ -266,9 +266,12 @@ class StepCostFilter:
         # The rows of `draft` are steps that verify nothing.
         draft = np.maximum(draft - uniform[0], 0.0)
         if optimism:
-            # What steps that verify and draft the same rung cost more than those that do neither.
-            rows = features[: len(uniform)] + features[2 * len(uniform) :] - 2 * features[0]
+            # Of steps that verify and draft the same rung. Not of what they cost more than those
+            # that do neither: that stays uncertain as long as no step is without drafts, and then
+            # there would never be one.
+            rows = features[: len(uniform)] + features[2 * len(uniform) :] - features[0]
             variance = ((rows @ self._covariance) * rows).sum(axis=1)
+            variance[0] = 0.0
             lower = uniform - optimism * np.sqrt(np.maximum(variance, 0.0))
             uniform = np.maximum(lower, MIN_SHARE_OF_PRIOR * uniform)
         if prefill:
