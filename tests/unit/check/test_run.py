@@ -36,6 +36,7 @@ class Assessed:
 def assessed(monkeypatch: pytest.MonkeyPatch) -> Assessed:
     fake = Assessed()
     monkeypatch.setattr(run, "assess", fake)
+    monkeypatch.setattr(run, "_fingerprints", lambda _settings: {})  # the models are not here
     return fake
 
 
