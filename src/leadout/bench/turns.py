@@ -42,6 +42,9 @@ SLICE_SECONDS = 0.25
 STARTUP_SECONDS = 1800.0  # large models load slowly; a server that dies is noticed at once
 CONSTANT_SECONDS = 600.0  # until all requests of a load decode
 _POLL_SECONDS = 0.02
+# With all servers stopped, until everything that they have sent is received. Without it a token is
+# counted in the wrong window, more often for one server than for another.
+_DRAIN_SECONDS = 0.05
 _GIB = 2**30
 _PROCESS_BYTES = 1.5 * _GIB  # of a server, besides weights and cache
 _WEIGHT_FACTOR = 1.2  # activations, and weights that are stored twice while loading
@@ -145,18 +148,22 @@ async def in_slices(
             ran += SLICE_SECONDS
         before = {name: await _counters_of_stopped(server) for name, server in servers.items()}
         for _ in range(rounds):
+            await asyncio.sleep(_DRAIN_SECONDS)
             used = {name: -server.processor_seconds() for name, server in servers.items()}
             for load in loads.values():
                 load.open_window()
             for _ in range(max(1, round(seconds / SLICE_SECONDS))):
                 for name in order.sample(list(servers), len(servers)):
                     await servers[name].run_for(SLICE_SECONDS)
-            found = {}
+            await asyncio.sleep(_DRAIN_SECONDS)
+            found = {
+                name: loads[name].close_window(used[name] + server.processor_seconds())
+                for name, server in servers.items()
+            }
             for name, server in servers.items():
-                result = loads[name].close_window(used[name] + server.processor_seconds())
                 counters = await _counters_of_stopped(server)
                 drafting = counters.since(before[name])
-                found[name] = result.model_copy(update={"drafting": drafting})
+                found[name] = found[name].model_copy(update={"drafting": drafting})
                 before[name] = counters
             yield found
 
