@@ -23,7 +23,8 @@ from leadout.engine.calibration import GPU_SHARE
 from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
 from leadout.evaluate.prompts import MIN_NEW_PROMPTS
 from leadout.learn.config import LearnConfig
-from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS
+from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
+from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from support.models import ROOT
 from support.ops_files import rules
 
@@ -65,7 +66,7 @@ def claims() -> dict[str, list[str]]:
         "docs/howto/train.md": _howto_train(),
         "docs/index.md": [_faults()],
         "docs/learn.md": [
-            *_gate_cycles(),
+            *_gate(),
             f"at most {learned['base_loss'].default:.0%}",
             f"the newest {MAX_REQUESTS:,} requests",
             f"cut to {MAX_LENGTH:,} tokens",
@@ -225,12 +226,16 @@ def _about_a_tenth(phrase: str) -> str:
     return if_true(all(0.88 <= ratio <= 0.92 for ratio in ratios), phrase)
 
 
-def _gate_cycles() -> list[str]:
+def _gate() -> list[str]:
     found = result("learn/gate_cycles.json")
     return [
+        f"than {word(POOL_CYCLES)} cycles need",
+        f"{word(round(10 * POWER))} in ten",
+        f"more than {word(MAX_FACTOR)} times the requests",
+        f"Fewer than {MIN_REQUESTS} requests",
+        f"{word(found['cycles']).capitalize()} cycles that each lose",
         f"each lose {found['loss_each_cycle']:.0%} on the base",
         f"with {found['traffic_gain']:.0%} more acceptance",
-        f"{word(found['cycles']).capitalize()} cycles that each lose a little",
     ]
 
 
