@@ -24,6 +24,7 @@ from leadout.engine.plugin import SWITCH
 from leadout.engine.server import server_command
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.models import last_part
+from leadout.provenance import redacted
 
 BARE, BARE_AGAIN, FIXED, TUNED, LIVE = "bare", "bare-again", "fixed", "tuned", "live"
 Turns = Literal["slices", "waves", "single"]
@@ -71,7 +72,7 @@ class BenchSetup(BaseModel):
         return self.model_copy(update={"rounds": earlier.rounds}) == earlier
 
     def without_folders(self) -> Self:
-        """For results: paths of this machine mean nothing elsewhere."""
+        """For results: paths of this machine mean nothing elsewhere, and keys stay here."""
 
         def short(name: str | None) -> str | None:
             return None if name is None else last_part(name)
@@ -80,7 +81,8 @@ class BenchSetup(BaseModel):
             arm.model_copy(update={"drafter": short(arm.drafter), "tuned": short(arm.tuned)})
             for arm in self.arms
         ]
-        return self.model_copy(update={"target": last_part(self.target), "arms": arms})
+        shown = {"target": last_part(self.target), "arms": arms, "flags": redacted(self.flags)}
+        return self.model_copy(update=shown)
 
 
 @dataclass(frozen=True, slots=True)
