@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(MOST_SECONDS + 120)
 DONE_BEFORE = ("python3 -m venv", "pip install", "pip uninstall", "python examples/make_smollm2.py")
 # What takes minutes is given less to do: words of a command, and what stands in their place.
 SHORTENED = {
-    "leadout check": ("--report", "--prompts few.jsonl --report"),
+    "leadout check": ("--report", "--prompts few.jsonl --long-context 0 --report"),
     # What it wrote for the page is committed, and used by the commands after it.
     "leadout tune": ("--max-batch 4", "--max-batch 4 --plan"),
     "leadout bench": (
