@@ -130,7 +130,7 @@ def _fingerprints(settings: CheckSettings) -> dict[str, str]:
         "target": local_folder(settings.target),
         "drafter": local_folder(settings.drafter),
     }
-    with_config = {role: each for role, each in folders.items() if (each / "config.json").exists()}
+    with_config = {role: each for role, each in folders.items() if (each / "config.json").is_file()}
     return {role: fingerprint(folder) for role, folder in with_config.items()}
 
 
