@@ -20,7 +20,7 @@ from leadout.console import Progress
 
 OUT = ROOT / "results" / "bench" / "aa.json"
 CONCURRENCIES = (1, 4, 8, 16)
-ROUNDS, SECONDS, OUTPUT_TOKENS = 12, 4.0, 128
+ROUNDS, SECONDS, OUTPUT_TOKENS = 10, 3.0, 128
 
 
 def main() -> None:
