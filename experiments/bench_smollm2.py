@@ -4,12 +4,14 @@
 
 Three prompt sets at four concurrencies, in float32: not every CPU computes in bfloat16. `tuned` is
 the drafter with the draft lengths of `leadout tune`. Takes half an hour on two idle cores; a second
-call continues where the first stopped.
+call continues where the first stopped. Writes `results/bench/smollm2.*`, and bare vLLM against
+itself as `aa.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 from common import ROOT, SHIPPED
 from leadout.bench.page import PICTURE, REPORT, RESULTS, write_files
 from leadout.bench.report import print_result
+from leadout.bench.results import BenchResult
 from leadout.bench.run import bench
 from leadout.bench.settings import BenchSettings
 from leadout.console import Progress
@@ -58,6 +61,7 @@ def main() -> None:
     for written, suffix in ((RESULTS, "json"), (REPORT, "html"), (PICTURE, "svg")):
         shutil.copyfile(settings.out / written, OUT / f"smollm2.{suffix}")
     print_result(result)
+    write_error_of_method(result)
 
 
 def tune(target: Path, work: Path) -> Path:
@@ -73,6 +77,26 @@ def tune(target: Path, work: Path) -> Path:
     }
     write_tuned(found.model_copy(update=models), OUT / "smollm2-tuned.json")
     return tuned
+
+
+def write_error_of_method(result: BenchResult) -> None:
+    """Bare vLLM on two servers that are alike, by the clock and by processor seconds."""
+    settings, provenance = result.settings, result.provenance.model_dump()
+    cells = [
+        {**cell.model_dump(), "within_3_percent": abs(cell.ratio - 1) <= 0.03}
+        for cell in result.bare_against_bare
+    ]
+    found = {
+        "provenance": provenance,
+        "target": settings.target,
+        "turns": settings.turns,
+        "rounds": settings.rounds,
+        "seconds": settings.seconds,
+        "prompt_sets": list(settings.prompts),
+        "servers": len(settings.arms),
+        "cells": cells,
+    }
+    (OUT / "aa.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

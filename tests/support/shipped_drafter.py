@@ -18,7 +18,6 @@ SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 
 # Results that are not about the shipped drafter, which the pages say where they show them.
 OTHER_DRAFTERS = {
-    "bench/aa.json": "bare vLLM against itself, without a drafter",
     "bench/method.json": "bare vLLM against itself, without a drafter",
     "bench/random-tuned.json": "a useless drafter with random weights",
     "control/copying.json": "prompt lookup, without a drafter",
