@@ -167,24 +167,33 @@ class BenchPlan(BaseModel):
     cells: int
     cells_done: int
     seconds: float
-    minutes: float
+    minutes: float  # without starting servers
+    server_starts: int
 
 
 def make_plan(setup: BenchSetup, done: Sequence[Cell]) -> BenchPlan:
     """What is left to measure, and how long that takes."""
     cells = all_cells(setup)
-    left = len(set(cells) - set(done))
+    left = set(cells) - set(done)
     return BenchPlan(
         arms=[arm.name for arm in setup.arms],
         prompt_sets=list(setup.prompts),
         concurrencies=setup.concurrencies,
         rounds=setup.rounds,
         turns=setup.turns,
-        cells=left,
-        cells_done=len(cells) - left,
+        cells=len(left),
+        cells_done=len(cells) - len(left),
         seconds=setup.seconds,
-        minutes=left * (setup.seconds + _SECONDS_BETWEEN_ROUNDS) / 60,
+        minutes=len(left) * (setup.seconds + _SECONDS_BETWEEN_ROUNDS) / 60,
+        server_starts=_starts(setup, left),
     )
+
+
+def _starts(setup: BenchSetup, left: set[Cell]) -> int:
+    """Servers that are started: all at once, or every one of them in every round."""
+    if setup.turns == "single":
+        return len({(cell.round, cell.arm) for cell in left})
+    return len(setup.arms) if left else 0
 
 
 def make_arms(

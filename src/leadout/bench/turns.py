@@ -89,7 +89,7 @@ async def started(
     """Start the servers of the arms one after the other; an idle one takes no processor time."""
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(client_session())
+        session = await stack.enter_async_context(client_session(_api_key(setup.flags)))
         servers = {}
         advance = progress.stage("start servers", len(arms))
         for arm in arms:
@@ -107,18 +107,30 @@ async def started(
         yield servers
 
 
-async def warm_up(servers: Mapping[str, ArmServer], request: LoadRequest) -> None:
+def _api_key(flags: Sequence[str]) -> str | None:
+    """The key that the servers ask for: of their flags, or of their environment."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    if "--api-key" in words[:-1]:
+        return words[words.index("--api-key") + 1]
+    return os.environ.get("VLLM_API_KEY")
+
+
+async def warm_up(
+    servers: Mapping[str, ArmServer], request: LoadRequest, progress: Progress
+) -> None:
     """Load one server after the other until all batch sizes have run, as requests come and go.
 
     The first steps of a server take seconds. Nothing is measured.
     """
-    for server in servers.values():
+    advance = progress.stage("warm up servers", len(servers))
+    for name, server in servers.items():
         server.resume()
         async with server.load(request) as load:
             await _until_constant(server, load)
             enough = 3 * request.concurrency * request.output_tokens
             while load.is_constant and load.received < enough:
                 await asyncio.sleep(_POLL_SECONDS)
+        advance(note=name)
 
 
 async def in_slices(
@@ -220,9 +232,13 @@ def _require_in_time(seconds: float, server: ArmServer) -> None:
 def choose_turns(arms: Sequence[Arm], folders: Sequence[Path], on_cpu: bool) -> Turns:
     """Together if the memory that is free holds all servers, otherwise one at a time.
 
-    `folders` has the target's and the drafters' weights, as far as they are on this machine.
+    `folders` are those of the target and of the drafters. Weights that are not downloaded yet have
+    an unknown size, so their servers are started one at a time.
     """
-    weights = sum(map(_weight_bytes, folders))
+    sizes = [_weight_bytes(folder) for folder in folders]
+    if not all(sizes):
+        return "single"
+    weights = sum(sizes)
     if not on_cpu:
         import torch
 
