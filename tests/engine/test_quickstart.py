@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(MOST_SECONDS + 120)
 DONE_BEFORE = ("python3 -m venv", "pip install", "pip uninstall", "python examples/make_smollm2.py")
 # What takes minutes is given less to do: words of a command, and what stands in their place.
 SHORTENED = {
-    "leadout check": ("--report", "--prompts few.jsonl --report"),
+    "leadout check": ("--report", "--prompts few.jsonl --long-context 0 --report"),
     # What it wrote for the page is committed, and used by the commands after it.
     "leadout tune": ("--max-batch 4", "--max-batch 4 --plan"),
     "leadout bench": (
@@ -32,7 +32,8 @@ SHORTENED = {
         "--concurrency 1 --rounds 1 --seconds 1 --output-tokens 8",
     ),
 }
-EXIT_CODES = {"leadout bench": UNDECIDED}  # one round has no confidence interval
+# One round has no confidence interval, and four prompts are too few texts.
+EXIT_CODES = {"leadout bench": UNDECIDED, "leadout check": UNDECIDED}
 # Of what the page shows, the words that must also come out here.
 STABLE = {
     "leadout env": ["model runner", "accelerators", "command", "yes"],

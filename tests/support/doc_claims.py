@@ -128,20 +128,6 @@ def _readme_speed() -> list[str]:
     ]
 
 
-def _gate() -> list[str]:
-    found = result("learn/gate_cycles.json")
-    return [
-        f"than {word(POOL_CYCLES)} cycles need",
-        f"{word(round(10 * POWER))} in ten",
-        f"more than {word(MAX_FACTOR)} times the requests",
-        f"Fewer than {MIN_REQUESTS} requests",
-        f"{word(found['cycles']).capitalize()} cycles that each lose",
-        f"each lose {found['loss_each_cycle']:.0%} on the base",
-        f"always on the same {found['base_sequences']['before']} sequences",
-        f"with {found['traffic_gain']:.0%} more acceptance",
-    ]
-
-
 def _readme_learning() -> list[str]:
     found = result("learn/smollm2.json")
     gain = found["sets"]["tickets"]["change"]
@@ -248,6 +234,19 @@ def _about_a_tenth(phrase: str) -> str:
     """What live control loses with a useless drafter at 8 and more requests."""
     ratios = [result_tables.live_useless_over_bare(load).value for load in (8, 16)]
     return if_true(all(0.88 <= ratio <= 0.92 for ratio in ratios), phrase)
+
+
+def _gate() -> list[str]:
+    found = result("learn/gate_cycles.json")
+    return [
+        f"than {word(POOL_CYCLES)} cycles need",
+        f"{word(round(10 * POWER))} in ten",
+        f"more than {word(MAX_FACTOR)} times the requests",
+        f"Fewer than {MIN_REQUESTS} requests",
+        f"{word(found['cycles']).capitalize()} cycles that each lose",
+        f"each lose {found['loss_each_cycle']:.0%} on the base",
+        f"with {found['traffic_gain']:.0%} more acceptance",
+    ]
 
 
 def _limits() -> list[str]:

@@ -110,5 +110,5 @@ CANDIDATES = (
     Candidate("NaN", _not_a_number, ("weights-",)),
     Candidate("other target", _for_another_target, ("target-layers", "vocabulary", "shape")),
     Candidate("random", _random, ("traffic", "base")),
-    Candidate("overfitted to the training part", _overfitted, ("traffic",)),
+    Candidate("overfitted to the training part", _overfitted, ("traffic", "base")),
 )

@@ -25,6 +25,8 @@ OTHER_DRAFTERS = {
     "data/kill.json": "text of a tiny target, without a drafter",
     "faults/tiny.json": "tiny drafters with seeded faults",
     "learn/gate.json": "prepared candidates for a tiny target",
+    "learn/gate_cycles.json": "simulated candidates",
+    "learn/gate_noise.json": "two candidates that were trained from the shipped drafter",
     "lossless/smollm2.json": "drafts that are never and always accepted",
     "quickstart/answer.json": "an answer of the target",
     "train/ablations.json": "short runs that differ in one setting each",

@@ -108,7 +108,7 @@ def print_plan(plan: BenchPlan, console: Console | None = None) -> None:
         ("rounds", str(plan.rounds)),
         ("turns", TURNS[plan.turns].format(seconds=plan.seconds)),
         ("cells to measure", f"{plan.cells:,} ({plan.cells_done:,} already measured)"),
-        ("time", f"about {plan.minutes:.0f} minutes, plus starting {len(plan.arms)} servers"),
+        ("time", f"about {plan.minutes:.0f} minutes, plus {plan.server_starts} starts of a server"),
     ]
     console.print(facts_table(facts))
 

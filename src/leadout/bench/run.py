@@ -25,7 +25,7 @@ from leadout.bench.setup import (
 from leadout.bench.turns import choose_turns, in_slices, in_waves, started, warm_up
 from leadout.checkpoints import read_checkpoint
 from leadout.console import Progress
-from leadout.control.tuned_file import Tuned, read_tuned
+from leadout.control.tuned_file import read_tuned
 from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadRequest, LoadResult
 from leadout.errors import StoppedError
@@ -44,7 +44,6 @@ class Bench:
     settings: BenchSettings
     setup: BenchSetup
     sets: list[PromptSet]
-    tuned: Tuned | None
     model: CostModel | None
     fingerprints: dict[str, str]  # of the models, by role
 
@@ -118,7 +117,7 @@ def prepare(settings: BenchSettings) -> Bench:
     if tuned is not None:
         model = CostModel.of(tuned, tuned_drafter or tuned.drafter.name)
     models = {"target": fingerprint(target), **_by_role(fingerprints)}
-    return Bench(settings, setup, sets, tuned, model, models)
+    return Bench(settings, setup, sets, model, models)
 
 
 def _by_role(drafters: Mapping[str, str]) -> dict[str, str]:
@@ -174,7 +173,8 @@ class _Measurement:
         logs = self.bench.settings.out / LOGS
         async with started(setup, arms, logs, self.progress) as servers:
             first = _request(setup, self.bench.sets[0], max(setup.concurrencies), 0)
-            await warm_up(servers, first.model_copy(update={"output_tokens": WARM_UP_TOKENS}))
+            short = first.model_copy(update={"output_tokens": WARM_UP_TOKENS})
+            await warm_up(servers, short, self.progress)
             advance = self.progress.stage("measure", self.total, done=self.count)
             take_turns = in_slices if setup.turns == "slices" else in_waves
             for name, concurrency in dict.fromkeys(cell.pair[:2] for cell in cells):

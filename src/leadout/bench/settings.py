@@ -80,6 +80,11 @@ class BenchSettings(Settings):
                     raise ValueError(f"{self.flag_of(name)} {value}: expected at least 1.")
         if self.draft_tokens and not self.draft:
             raise ValueError("--draft-tokens requires --draft.")
+        if self.live and self.turns == "slices":
+            raise ValueError(
+                "--turns slices cannot be used with --live, whose own clock would count the time "
+                "for which it is stopped; use --turns waves."
+            )
         if self.leadout_class and not self.draft:
             raise ValueError("--leadout-class requires --draft.")
         return self

@@ -24,6 +24,7 @@ from leadout.engine.plugin import SWITCH
 from leadout.engine.server import server_command
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.models import last_part
+from leadout.provenance import redacted
 
 BARE, BARE_AGAIN, FIXED, TUNED, LIVE = "bare", "bare-again", "fixed", "tuned", "live"
 Turns = Literal["slices", "waves", "single"]
@@ -71,7 +72,7 @@ class BenchSetup(BaseModel):
         return self.model_copy(update={"rounds": earlier.rounds}) == earlier
 
     def without_folders(self) -> Self:
-        """For results: paths of this machine mean nothing elsewhere."""
+        """For results: paths of this machine mean nothing elsewhere, and keys stay here."""
 
         def short(name: str | None) -> str | None:
             return None if name is None else last_part(name)
@@ -80,7 +81,8 @@ class BenchSetup(BaseModel):
             arm.model_copy(update={"drafter": short(arm.drafter), "tuned": short(arm.tuned)})
             for arm in self.arms
         ]
-        return self.model_copy(update={"target": last_part(self.target), "arms": arms})
+        shown = {"target": last_part(self.target), "arms": arms, "flags": redacted(self.flags)}
+        return self.model_copy(update=shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,24 +167,33 @@ class BenchPlan(BaseModel):
     cells: int
     cells_done: int
     seconds: float
-    minutes: float
+    minutes: float  # without starting servers
+    server_starts: int
 
 
 def make_plan(setup: BenchSetup, done: Sequence[Cell]) -> BenchPlan:
     """What is left to measure, and how long that takes."""
     cells = all_cells(setup)
-    left = len(set(cells) - set(done))
+    left = set(cells) - set(done)
     return BenchPlan(
         arms=[arm.name for arm in setup.arms],
         prompt_sets=list(setup.prompts),
         concurrencies=setup.concurrencies,
         rounds=setup.rounds,
         turns=setup.turns,
-        cells=left,
-        cells_done=len(cells) - left,
+        cells=len(left),
+        cells_done=len(cells) - len(left),
         seconds=setup.seconds,
-        minutes=left * (setup.seconds + _SECONDS_BETWEEN_ROUNDS) / 60,
+        minutes=len(left) * (setup.seconds + _SECONDS_BETWEEN_ROUNDS) / 60,
+        server_starts=_starts(setup, left),
     )
+
+
+def _starts(setup: BenchSetup, left: set[Cell]) -> int:
+    """Servers that are started: all at once, or every one of them in every round."""
+    if setup.turns == "single":
+        return len({(cell.round, cell.arm) for cell in left})
+    return len(setup.arms) if left else 0
 
 
 def make_arms(

@@ -8,7 +8,7 @@
 
 Slices give the narrowest intervals (`results/bench/method.json`), because the two measurements of a
 pair are a fraction of a second apart. They need servers that can be stopped at any moment, which is
-known of CPU servers only.
+known of CPU servers only, and not of live control, which measures its own steps.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ SLICE_SECONDS = 0.25
 STARTUP_SECONDS = 1800.0  # large models load slowly; a server that dies is noticed at once
 CONSTANT_SECONDS = 600.0  # until all requests of a load decode
 _POLL_SECONDS = 0.02
+# With all servers stopped, until everything that they have sent is received. Without it a token is
+# counted in the wrong window, more often for one server than for another.
+_DRAIN_SECONDS = 0.05
 _GIB = 2**30
 _PROCESS_BYTES = 1.5 * _GIB  # of a server, besides weights and cache
 _WEIGHT_FACTOR = 1.2  # activations, and weights that are stored twice while loading
@@ -86,7 +89,7 @@ async def started(
     """Start the servers of the arms one after the other; an idle one takes no processor time."""
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(client_session())
+        session = await stack.enter_async_context(client_session(_api_key(setup.flags)))
         servers = {}
         advance = progress.stage("start servers", len(arms))
         for arm in arms:
@@ -104,18 +107,30 @@ async def started(
         yield servers
 
 
-async def warm_up(servers: Mapping[str, ArmServer], request: LoadRequest) -> None:
+def _api_key(flags: Sequence[str]) -> str | None:
+    """The key that the servers ask for: of their flags, or of their environment."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    if "--api-key" in words[:-1]:
+        return words[words.index("--api-key") + 1]
+    return os.environ.get("VLLM_API_KEY")
+
+
+async def warm_up(
+    servers: Mapping[str, ArmServer], request: LoadRequest, progress: Progress
+) -> None:
     """Load one server after the other until all batch sizes have run, as requests come and go.
 
     The first steps of a server take seconds. Nothing is measured.
     """
-    for server in servers.values():
+    advance = progress.stage("warm up servers", len(servers))
+    for name, server in servers.items():
         server.resume()
         async with server.load(request) as load:
             await _until_constant(server, load)
             enough = 3 * request.concurrency * request.output_tokens
             while load.is_constant and load.received < enough:
                 await asyncio.sleep(_POLL_SECONDS)
+        advance(note=name)
 
 
 async def in_slices(
@@ -145,18 +160,22 @@ async def in_slices(
             ran += SLICE_SECONDS
         before = {name: await _counters_of_stopped(server) for name, server in servers.items()}
         for _ in range(rounds):
+            await asyncio.sleep(_DRAIN_SECONDS)
             used = {name: -server.processor_seconds() for name, server in servers.items()}
             for load in loads.values():
                 load.open_window()
             for _ in range(max(1, round(seconds / SLICE_SECONDS))):
                 for name in order.sample(list(servers), len(servers)):
                     await servers[name].run_for(SLICE_SECONDS)
-            found = {}
+            await asyncio.sleep(_DRAIN_SECONDS)
+            found = {
+                name: loads[name].close_window(used[name] + server.processor_seconds())
+                for name, server in servers.items()
+            }
             for name, server in servers.items():
-                result = loads[name].close_window(used[name] + server.processor_seconds())
                 counters = await _counters_of_stopped(server)
                 drafting = counters.since(before[name])
-                found[name] = result.model_copy(update={"drafting": drafting})
+                found[name] = found[name].model_copy(update={"drafting": drafting})
                 before[name] = counters
             yield found
 
@@ -213,9 +232,13 @@ def _require_in_time(seconds: float, server: ArmServer) -> None:
 def choose_turns(arms: Sequence[Arm], folders: Sequence[Path], on_cpu: bool) -> Turns:
     """Together if the memory that is free holds all servers, otherwise one at a time.
 
-    `folders` has the target's and the drafters' weights, as far as they are on this machine.
+    `folders` are those of the target and of the drafters. Weights that are not downloaded yet have
+    an unknown size, so their servers are started one at a time.
     """
-    weights = sum(map(_weight_bytes, folders))
+    sizes = [_weight_bytes(folder) for folder in folders]
+    if not all(sizes):
+        return "single"
+    weights = sum(sizes)
     if not on_cpu:
         import torch
 
@@ -227,7 +250,10 @@ def choose_turns(arms: Sequence[Arm], folders: Sequence[Path], on_cpu: bool) -> 
         return "waves" if fits else "single"
     cache = float(os.environ.get(KV_SPACE, SMALL_KV_SPACE)) * _GIB
     needed = len(arms) * (_WEIGHT_FACTOR * weights + cache + _PROCESS_BYTES)
-    return "slices" if needed < _available_bytes() else "single"
+    if needed >= _available_bytes():
+        return "single"
+    # The clock of live control would count the time for which its server is stopped.
+    return "waves" if any(arm.kind == "live" for arm in arms) else "slices"
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -29,12 +29,14 @@ _DONE = b"[DONE]"
 _COUNTERS = "vllm:spec_decode_num_"
 
 
-def client_session() -> ClientSession:
+def client_session(api_key: str | None = None) -> ClientSession:
     """For any number of concurrent streams of any length."""
     import aiohttp
 
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
     )
 
 

@@ -170,7 +170,9 @@ def print_result(result: LearnResult, registry: Path, candidate: Path) -> None:
     ]
     title = "Acceptance length of a version and the candidate, on requests that no cycle trained on"
     headings = ("text", "version", "requests", "before", "candidate", "change", "95% interval")
-    console.print(table(title, headings, rows))
+    shown = table(title, headings, rows)
+    shown.columns[-1].no_wrap = True
+    console.print(shown)
     for line in (
         f"{made.steps} steps in {made.minutes:.1f} minutes on {made.traffic_requests} requests and "
         f"{made.replay_sequences} replayed sequences; {result.seconds / 60:.1f} minutes in total.",

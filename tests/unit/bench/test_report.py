@@ -54,7 +54,7 @@ def test_the_plan_says_how_servers_take_turns() -> None:
     shown = console.export_text()
     assert "96 (0 already measured)" in shown
     assert "take turns in slices" in shown
-    assert "about 7 minutes, plus starting 4 servers" in shown
+    assert "about 7 minutes, plus 4 starts of a server" in shown
 
 
 def test_the_conclusion_names_where_drafting_pays(result: BenchResult) -> None:

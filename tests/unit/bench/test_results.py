@@ -156,6 +156,12 @@ def test_results_contain_no_folder_of_this_machine(result: BenchResult) -> None:
     assert result.settings.target == "target"
 
 
+def test_results_contain_no_key() -> None:
+    secret = ["--api-key", "very-secret", "--max-num-seqs", "8"]
+    shown = setup().model_copy(update={"flags": secret}).without_folders().flags
+    assert shown == ["--api-key", "REDACTED", "--max-num-seqs", "8"]
+
+
 @pytest.mark.parametrize(
     ("speedups", "rounds", "outcome"),
     [

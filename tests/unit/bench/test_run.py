@@ -75,6 +75,7 @@ def test_a_measured_bench_is_summarized_without_a_server(
     [
         ({"draft": (), "draft_tokens": (3,)}, "--draft-tokens requires --draft"),
         ({"draft": (), "leadout_class": True}, "--leadout-class requires --draft"),
+        ({"live": True}, "--turns slices cannot be used with --live"),
         ({"seconds": 0.0}, "--seconds: got 0.0; .* greater than 0"),
         ({"draft_tokens": (0,)}, "--draft-tokens 0: expected at least 1"),
         ({"concurrency": (1, 0)}, "--concurrency 0: expected at least 1"),

@@ -178,3 +178,7 @@ def test_a_plan_counts_what_is_left() -> None:
     assert fresh.minutes == pytest.approx(12 * (4.0 + 0.5) / 60)
     half = make_plan(given, all_cells(given)[:6])
     assert (half.cells, half.cells_done) == (6, 6)
+    assert (fresh.server_starts, half.server_starts) == (3, 3)
+    assert make_plan(given, all_cells(given)).server_starts == 0
+    single = given.model_copy(update={"turns": "single"})
+    assert make_plan(single, []).server_starts == 6  # three servers in each of two rounds

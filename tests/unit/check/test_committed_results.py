@@ -68,4 +68,6 @@ def test_a_healthy_pair_is_never_unfit_and_a_small_drop_is_found() -> None:
     assert found["drop_found"] >= 0.95 * found["repetitions"]
     assert found["false_drops"] <= 0.1 * found["repetitions"]
     assert found["few_prompts"] == 3
-    assert found["few_prompts_verdicts"] == {"undecided: too few texts": found["repetitions"]}
+    verdicts = found["few_prompts_verdicts"]
+    assert sum(verdicts.values()) == found["repetitions"]
+    assert all(verdict.startswith("undecided") for verdict in verdicts)

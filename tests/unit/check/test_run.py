@@ -36,6 +36,7 @@ class Assessed:
 def assessed(monkeypatch: pytest.MonkeyPatch) -> Assessed:
     fake = Assessed()
     monkeypatch.setattr(run, "assess", fake)
+    monkeypatch.setattr(run, "_fingerprints", lambda _settings: {})  # the models are not here
     return fake
 
 
@@ -91,6 +92,8 @@ def test_served_acceptance_far_from_the_reference_is_reported() -> None:
     assert (lower.name, lower.severity) == ("served-differs", Severity.ERROR)
     (higher,) = run.served_findings(offline(2.4), served(2.8, 0.0))
     assert higher.severity is Severity.WARNING
+    (of_few_texts,) = run.served_findings(offline(2.4, 0.5), served(2.0, 0.0))
+    assert of_few_texts.severity is Severity.WARNING
 
 
 def of_set(name: str, temperature: float, steps: int, accepted: list[int]) -> SetRun:
