@@ -154,7 +154,7 @@ def test_requests_after_a_reset_do_not_find_older_cache_entries(
             inner.step()
         assert scheduler._tally.requests == 2
         assert inner.reset_prefix_cache() is True
-        assert scheduler._cache_salt is None
+        assert scheduler._hash_mask is None
         assert scheduler._tally.requests == 0
 
 

@@ -58,8 +58,8 @@ def parse(target: str, flags: Sequence[str]) -> Any:
         raise SettingsError(_unknown_flag(parsed.model_tag, []))
     if parsed.model != target:
         raise SettingsError(
-            f"--model {parsed.model} among vLLM's flags or in its --config file would replace the "
-            f"target {target}. Remove it, or pass it as the target."
+            f"--model {parsed.model} among vLLM's flags would replace the target {target}. Remove "
+            "it, or pass it as the target."
         )
     return parsed
 

@@ -68,11 +68,13 @@ def test_a_second_model_is_refused(flags: tuple[str, ...]) -> None:
     assert parse("target", ["--model", "target"]).model == "target"
 
 
-def test_a_model_in_vllms_config_file_is_refused(tmp_path: Path) -> None:
+def test_the_target_takes_precedence_over_vllms_config_file_as_with_vllm_serve(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "vllm.yaml"
-    path.write_text("model: other\n")
-    with pytest.raises(SettingsError, match=r"--model other .* would replace the target target"):
-        parse("target", ["--config", str(path)])
+    path.write_text("model: other\nmax-num-seqs: 3\n")
+    parsed = parse("target", ["--config", str(path)])
+    assert (parsed.model, parsed.max_num_seqs) == ("target", 3)
 
 
 def test_a_revision_can_be_taken_out() -> None:
