@@ -50,6 +50,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "learn-gate-cycles": learn_tables.gate_cycles,
     "learn-gate-power": learn_tables.gate_power,
     "swaps": learn_tables.swaps,
+    "swap-size": learn_tables.swap_size,
     "capture": learn_tables.capture,
     "bytes-per-token": scale_tables.bytes_per_token,
     "seconds-per-million": scale_tables.seconds_per_million,

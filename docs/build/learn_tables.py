@@ -1,5 +1,6 @@
 """Tables on learning from traffic; see fill_docs.py."""
 
+from statistics import median
 from typing import Any
 
 from result_tables import result, table
@@ -102,6 +103,21 @@ def swaps() -> str:
         ("median gap elsewhere", _ms(found["median_gap_elsewhere"])),
     ]
     return table((f"{found['clients']} clients, float32", "measured"), rows)
+
+
+def swap_size() -> str:
+    rows = [
+        (
+            f"{cell['parameters'] / 1e9:.2f} billion",
+            _ms(median(cell["bare_copy_seconds"])),
+            f"{_ms(median(cell['pause_seconds']))} ({cell['ratio']:.2f})",
+            _ms(cell["reload_seconds"]),
+        )
+        for cell in result("swap/size.json")["cells"]
+        if cell["kind"] == "copied"
+    ]
+    titles = ("parameters, bfloat16", "bare copy", "pause (of a bare copy)", "vLLM's reload")
+    return table(titles, rows)
 
 
 def capture() -> str:

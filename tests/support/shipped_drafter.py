@@ -29,6 +29,7 @@ OTHER_DRAFTERS = {
     "learn/gate_noise.json": "two candidates that were trained from the shipped drafter",
     "lossless/smollm2.json": "drafts that are never and always accepted",
     "quickstart/answer.json": "an answer of the target",
+    "swap/size.json": "random weights of several sizes",
     "train/ablations.json": "short runs that differ in one setting each",
     "train/against_speculators.json": "short runs of two trainers",
     "train/from_target_layers.json": "the first drafter's own training",

@@ -33,6 +33,7 @@ def result(name: str) -> Any:
         "train/ablations.json",
         "gpu/resolution.json",
         "gpu/dispatch.json",
+        "swap/size.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
@@ -45,6 +46,13 @@ def test_our_drafter_class_costs_no_throughput() -> None:
     for ratio in result("serve/throughput.json")["ratios"].values():
         assert ratio["rounds"] >= 40
         assert ratio["median"] >= 0.98
+
+
+def test_a_swap_of_a_billion_parameters_takes_at_most_two_bare_copies() -> None:
+    found = result("swap/size.json")
+    assert max(cell["parameters"] for cell in found["cells"]) > 0.95e9
+    assert {cell["kind"] for cell in found["cells"]} == {"copied", "packed"}
+    assert all(cell["ratio"] <= 2 for cell in found["cells"])
 
 
 def test_every_fault_was_run() -> None:
