@@ -9,11 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from leadout.control.tuned_file import Model, Tuned, TunedFileError, write_tuned
 from leadout.engine.serve_plan import Plan, make_plan
 from leadout.engine.settings import ServeSettings
-from leadout.engine.tuned_plan import NOTHING_TO_DRAFT, table_up_to, tuned_speculation
+from leadout.engine.tuned_plan import (
+    NOTHING_TO_DRAFT,
+    served_table,
+    table_up_to,
+    tuned_speculation,
+)
 from leadout.models import ModelNotFoundError, fingerprint
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
@@ -162,11 +168,14 @@ def test_differences_from_the_measured_machine_are_noted(
     assert "measured with dtype float32, now bfloat16" in notes
 
 
-def config_of(*, sequences: int = 16, v2: bool = False) -> Any:
+def config_of(*, sequences: int = 16, v2: bool = False, full_graphs: bool = False) -> Any:
     """Of a server that this machine may not be able to run."""
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE if full_graphs else CUDAGraphMode.NONE
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=sequences),
         use_v2_model_runner=v2,
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
     )
 
 
@@ -189,7 +198,23 @@ def test_one_length_needs_no_table() -> None:
 
 
 def test_a_smaller_server_takes_only_its_rows() -> None:
-    tuned = a_tuning(GOOD).model_copy(update={"table": [(1, 4, 3), (5, 8, 2), (9, 16, 0)]})
-    assert table_up_to(tuned, 6) == [(1, 4, 3), (5, 6, 2)]
-    assert table_up_to(tuned, 2) == [(1, 2, 3)]
-    assert table_up_to(tuned, 100) == [(1, 4, 3), (5, 8, 2), (9, 100, 0)]
+    table = [(1, 4, 3), (5, 8, 2), (9, 16, 0)]
+    assert table_up_to(table, 6) == [(1, 4, 3), (5, 6, 2)]
+    assert table_up_to(table, 2) == [(1, 2, 3)]
+    assert table_up_to(table, 100) == [(1, 4, 3), (5, 8, 2), (9, 100, 0)]
+
+
+def test_with_full_graphs_only_k_of_the_ladder_are_served() -> None:
+    tuned = a_tuning([0.8] * 15).model_copy(
+        update={"table": [(1, 2, 14), (3, 4, 8), (5, 8, 7), (9, 12, 2), (13, 16, 0)]}
+    )
+    assert served_table(tuned, config_of(v2=True, full_graphs=True)) == [
+        (1, 8, 7),
+        (9, 12, 1),
+        (13, 16, 0),
+    ]
+    for config in (config_of(), config_of(v2=True)):
+        assert served_table(tuned, config) == tuned.table
+    short = a_tuning(GOOD).model_copy(update={"table": [(1, 4, 2), (5, 16, 0)]})
+    # Blocks of 5 leave nothing between 0 and 4.
+    assert served_table(short, config_of(v2=True, full_graphs=True)) == [(1, 4, 4), (5, 16, 0)]

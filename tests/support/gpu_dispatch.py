@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from support.gpu_graphs import EAGER, FULL, PIECEWISE, Graphs
-from support.gpu_resolution import Mode, Pair, planned_config, run_on_fake_gpu, write_pair
+from support.gpu_resolution import (
+    Mode,
+    Pair,
+    in_engine,
+    planned_config,
+    run_on_fake_gpu,
+    write_pair,
+)
 
 MODES = (
     Mode(("--draft",)),
@@ -31,8 +38,8 @@ MODES = (
     Mode(("--draft", "--live")),
     Mode(("--draft", "--tuned", "--live")),
 )
-CONCURRENCIES = (1, 4, 16, 32, 64, 128)
-DECODE_STEPS = 400  # of each cell
+CONCURRENCIES = (1, 5, 13, 31, 64, 128)
+DECODE_STEPS = 600  # of each cell
 IN_FLIGHT = 2
 PROMPT_TOKENS, OUTPUT_TOKENS = (20, 200), (100, 600)
 BLOCKS = 65_536  # of the KV cache: memory is no limit here
@@ -135,6 +142,15 @@ def make_scheduler(vllm_config: Any) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class FlyingStep:
+    """A step that the model has not ended yet."""
+
+    scheduled: Any
+    seconds: float
+    sampling: frozenset[str]
+
+
 class Replay:
     """Keeps a number of requests decoding, and records which graphs their steps run in."""
 
@@ -152,18 +168,21 @@ class Replay:
     def run(self, decode_steps: int) -> Shares:
         """At least so many steps that only decode."""
         shares = Shares()
-        flying: deque[tuple[Any, float]] = deque()
+        flying: deque[FlyingStep] = deque()
         while shares.steps < decode_steps:
             self._fill()
             scheduled = self.scheduler.schedule()
             if not scheduled.total_num_scheduled_tokens:
                 if not flying:
                     raise RuntimeError("the scheduler has nothing to do")
-                self._finish(*flying.popleft())
+                self._finish(flying.popleft())
                 continue
-            flying.append((scheduled, self._dispatch(scheduled, shares)))
+            step = FlyingStep(
+                scheduled, self._dispatch(scheduled, shares), self._sampling(scheduled)
+            )
+            flying.append(step)
             if len(flying) == IN_FLIGHT:
-                self._finish(*flying.popleft())
+                self._finish(flying.popleft())
         return shares
 
     def _fill(self) -> None:
@@ -198,24 +217,30 @@ class Replay:
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         )
 
-    def _finish(self, scheduled: Any, seconds: float) -> None:
+    def _sampling(self, scheduled: Any) -> frozenset[str]:
+        """The requests that get tokens from this step: their prompt does not go on after it."""
+        requests = self.scheduler.requests
+        names = scheduled.num_scheduled_tokens
+        return frozenset(name for name in names if not requests[name].is_prefill_chunk)
+
+    def _finish(self, step: FlyingStep) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
 
-        self._clock.now += seconds
+        self._clock.now += step.seconds
+        scheduled = step.scheduled
         names = list(scheduled.num_scheduled_tokens)
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[self._sampled(name, scheduled) for name in names],
+            sampled_token_ids=[self._sampled(name, step) for name in names],
         )
         self.scheduler.update_from_output(scheduled, output)
 
-    def _sampled(self, name: str, scheduled: Any) -> list[int]:
-        request = self.scheduler.requests.get(name)
-        if request is None or request.is_prefill_chunk:
+    def _sampled(self, name: str, step: FlyingStep) -> list[int]:
+        if name not in step.sampling:
             return []
         accepted = 0
-        for _ in scheduled.scheduled_spec_decode_tokens.get(name, ()):
+        for _ in step.scheduled.scheduled_spec_decode_tokens.get(name, ()):
             if self._rng.random() >= self._acceptance[name]:
                 break
             accepted += 1
@@ -227,7 +252,7 @@ def replay_all(pair: Pair, concurrencies: Sequence[int]) -> Iterator[dict[str, A
     time.perf_counter = clock  # type: ignore[assignment]
     for mode in MODES:
         for concurrency in concurrencies:
-            config = planned_config(pair, mode)
+            config = in_engine(planned_config(pair, mode))
             replay = Replay(config, concurrency, clock)
             shares = replay.run(DECODE_STEPS)
             replay.scheduler.shutdown()

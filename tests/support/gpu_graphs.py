@@ -7,10 +7,13 @@ been captured. Used on the platform of `fake_gpu`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from leadout.engine.settings import IDLE_DRAFTER_WORKER
 
 FULL, PIECEWISE, EAGER = "FULL", "PIECEWISE", "NONE"
 
@@ -20,8 +23,7 @@ class Graphs:
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.config import replace, set_current_vllm_config
-        from vllm.config.compilation import CUDAGraphMode
-        from vllm.v1.attention.backend import AttentionCGSupport
+        from vllm.distributed import parallel_state
 
         self._config = vllm_config
         self._drafts = vllm_config.num_speculative_tokens
@@ -40,10 +42,12 @@ class Graphs:
                 max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
             )
         self.mode: str = mode.name
-        self._target = self._manager(vllm_config, mode)
+        # A manager asks for its place in the pipeline; a stage of one is both ends.
+        parallel_state._PP = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+        self._target = self._target_manager(mode)
         self._drafter: Any = None
         if speculation is not None:
-            # As in load_dflash_model and DFlashSpeculator.init_cudagraph_manager.
+            # As in load_dflash_model, and in what a runner and its worker do with the speculator.
             from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 
             draft = speculation.draft_model_config
@@ -54,12 +58,7 @@ class Graphs:
             )
             backend, support = self._attention(replace(vllm_config, attention_config=own), draft)
             self.drafter_backend = backend.get_name()
-            has_full = (
-                mode.decode_mode() == CUDAGraphMode.FULL
-                and support.value >= AttentionCGSupport.UNIFORM_BATCH.value
-            )
-            own_mode = CUDAGraphMode.FULL_DECODE_ONLY if has_full else CUDAGraphMode.NONE
-            self._drafter = self._manager(vllm_config, own_mode)
+            self._drafter = self._drafter_manager(support, backend, mode)
 
     def dispatch(self, tokens: Sequence[int]) -> str:
         """The graph for a step that only decodes, by the tokens of each request."""
@@ -80,12 +79,27 @@ class Graphs:
 
     def full_graphs(self) -> dict[str, int]:
         """By verified K, the largest number of requests that a full graph takes."""
-        found = {}
-        for k in range(self._drafts + 1):
-            most = self._most_requests(lambda requests, k=k: self.dispatch([1 + k] * requests))
-            if most:
-                found[str(k)] = most
-        return found
+        found = {str(k): self._most_requests(partial(self._of_length, k)) for k in self._lengths()}
+        return {k: most for k, most in found.items() if most}
+
+    def gaps(self) -> dict[str, int]:
+        """By verified K, how many smaller numbers of requests have no full graph."""
+        found = {
+            k: sum(self._of_length(int(k), each) != FULL for each in range(1, most))
+            for k, most in self.full_graphs().items()
+        }
+        return {k: count for k, count in found.items() if count}
+
+    def count(self) -> int:
+        """How many graphs are captured, of target and drafter."""
+        managers = [each for each in (self._target, self._drafter) if each is not None]
+        return sum(len(found) for each in managers for found in each._capture_descs.values())
+
+    def _lengths(self) -> range:
+        return range(self._drafts + 1)
+
+    def _of_length(self, k: int, requests: int) -> str:
+        return self.dispatch([1 + k] * requests)
 
     def drafter_full_graphs(self) -> int | None:
         """The largest number of requests for which drafting runs in a full graph."""
@@ -117,14 +131,33 @@ class Graphs:
             builder = backend.get_builder_cls()
             return backend, builder.get_cudagraph_support(vllm_config, spec)
 
-    def _manager(self, vllm_config: Any, mode: Any) -> Any:
-        from vllm.distributed import parallel_state
+    def _drafter_manager(self, support: Any, backend: Any, mode: Any) -> Any:
+        """The graphs of vLLM's speculator, without its tensors; with the subclass of our worker."""
+        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+        from leadout.engine.idle_drafter import skip_idle_drafts
+
+        speculator = object.__new__(DFlashSpeculator)
+        speculator.vllm_config, speculator.device = self._config, torch.device("cpu")
+        speculator.num_query_per_req = 1 + self._drafts
+        speculator.attn_cg_support = SimpleNamespace(
+            min_cg_support=support, min_cg_attn_backend=backend.get_name()
+        )
+        if self._config.parallel_config.worker_cls == IDLE_DRAFTER_WORKER:
+            assert skip_idle_drafts(SimpleNamespace(speculator=speculator))
+        speculator.init_cudagraph_manager(mode)
+        return _captured(speculator.query_cudagraph_manager)
+
+    def _target_manager(self, mode: Any) -> Any:
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-        # The manager asks for its place in the pipeline; a stage of one is both ends.
-        parallel_state._PP = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-        manager = CudaGraphManager(
-            vllm_config, torch.device("cpu"), mode, decode_query_len=1 + self._drafts
+        return _captured(
+            CudaGraphManager(
+                self._config, torch.device("cpu"), mode, decode_query_len=1 + self._drafts
+            )
         )
-        manager._graphs_captured = manager.needs_capture()
-        return manager
+
+
+def _captured(manager: Any) -> Any:
+    manager._graphs_captured = manager.needs_capture()
+    return manager

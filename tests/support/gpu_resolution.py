@@ -21,16 +21,25 @@ from typing import Any
 from support.models import ROOT
 
 DRAFT_TOKENS = 15  # as published drafters have, with blocks of 16
+# Of the tuned file: its table has several K, but not the largest, up to more requests than vLLM's
+# capture sizes cover on some GPUs.
+ACCEPTANCE = [0.8] * 12 + [0.1] * 3
+TUNED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 BARE, DFLASH = "vllm", "vllm, DFlash"
 # Fields that Leadout changes, with the reason, by the flag of `leadout serve` that causes it.
+_MORE_GRAPHS = "graphs are captured for several K instead of one"
 REASONS: dict[str, dict[str, str]] = {
     "--live": {
         "full_graphs": "a ladder of K is declared to vLLM, which captures full graphs for each of "
         "them; live control chooses among them at every step",
+        "graphs": _MORE_GRAPHS,
+        "capture_sizes": "vLLM adds sizes for the largest batches of a table of K",
     },
     "--tuned": {
-        "full_graphs": "the table of the tuned file names each K, and vLLM captures full graphs "
-        "for each of them; above the last range it drafts less, so that they cover more requests",
+        "full_graphs": "vLLM captures full graphs for each K in the table of the tuned file",
+        "graphs": _MORE_GRAPHS,
+        "capture_sizes": "sizes are added for all batches that were measured",
+        "drafter_graphs": "the added sizes cover the drafter at all batches that were measured",
     },
 }
 
@@ -170,7 +179,17 @@ def write_pair(folder: Path) -> Pair:
         for role, path in (("target", target), ("drafter", drafter))
     }
     tuned = folder / "tuned.json"
-    write_tuned(a_tuning([0.8] * DRAFT_TOKENS, per_draft=0.02, **models), tuned)
+    write_tuned(
+        a_tuning(
+            ACCEPTANCE,
+            per_draft=0.002,
+            batches=TUNED_BATCHES,
+            step_seconds=0.008,
+            runner="V2",
+            **models,
+        ),
+        tuned,
+    )
     return Pair(target, drafter, registry.folder, tuned, folder / "captured")
 
 
@@ -198,10 +217,22 @@ def planned_config(pair: Pair, mode: Mode) -> Any:
     return vllm_config_of(str(pair.target), plan.command[at + 1 :])
 
 
+def in_engine(vllm_config: Any) -> Any:
+    """The config as an engine has it: data-parallel ones are independent of each other."""
+    from leadout.engine.settings import restore_draft_table
+
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        # vLLM does so in each engine, and Leadout in its scheduler and its draft model class.
+        vllm_config.parallel_config.reconfigure_for_independent_dp_rank()
+        restore_draft_table(vllm_config)
+    return vllm_config
+
+
 def facts_of(vllm_config: Any) -> dict[str, Any]:
     """The fields of a row."""
     from support.gpu_graphs import Graphs
 
+    vllm_config = in_engine(vllm_config)
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     graphs = Graphs(vllm_config)
     return {
@@ -213,6 +244,8 @@ def facts_of(vllm_config: Any) -> dict[str, Any]:
         "cudagraph_mode": graphs.mode,
         "capture_sizes": sorted(compilation.cudagraph_capture_sizes or []),
         "full_graphs": graphs.full_graphs(),
+        "graph_gaps": graphs.gaps(),
+        "graphs": graphs.count(),
         "target_attention": graphs.target_backend,
         "drafter_attention": graphs.drafter_backend,
         "drafter_graphs": graphs.drafter_full_graphs(),

@@ -24,6 +24,8 @@ OTHER_DRAFTERS = {
     "control/simulator.json": "simulated acceptance and costs",
     "data/kill.json": "text of a tiny target, without a drafter",
     "faults/tiny.json": "tiny drafters with seeded faults",
+    "gpu/dispatch.json": "replayed steps with made-up acceptance, without weights",
+    "gpu/resolution.json": "settings that vLLM resolves for a tiny pair with random weights",
     "learn/gate.json": "prepared candidates for a tiny target",
     "learn/gate_cycles.json": "simulated candidates",
     "learn/gate_noise.json": "two candidates that were trained from the shipped drafter",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 from leadout.control.acceptance_model import AcceptanceCurve
 from leadout.control.tuned_file import (
@@ -25,7 +27,12 @@ def near(value: float, spread: float = 0.01) -> Interval:
 
 
 def speedups_of(
-    odds: list[float], *, per_draft: float = 0.05, drafting: float = 0.1, spread: float = 0.01
+    odds: list[float],
+    *,
+    per_draft: float = 0.05,
+    drafting: float = 0.1,
+    spread: float = 0.01,
+    batches: Sequence[int] = BATCHES,
 ) -> dict[int, dict[int, Interval]]:
     """A verified draft costs `per_draft` bare steps times the batch size, drafting `drafting`."""
     tokens = AcceptanceCurve.from_probabilities(odds).tokens
@@ -34,7 +41,7 @@ def speedups_of(
             k: near(tokens[k] / (1 + per_draft * batch * k + drafting), spread)
             for k in range(len(tokens))
         }
-        for batch in BATCHES
+        for batch in batches
     }
 
 
@@ -45,12 +52,17 @@ def a_tuning(
     drafter: Model | None = None,
     block_size: int | None = None,
     per_draft: float = 0.05,
+    batches: Sequence[int] = BATCHES,
+    step_seconds: float = 0.04,
+    runner: Literal["V1", "V2"] = "V1",
 ) -> Tuned:
-    speedup = speedups_of(odds, per_draft=per_draft)
-    table = choose_table(speedup, BATCHES[-1])
+    """`step_seconds` is the time of a bare step."""
+    speedup = speedups_of(odds, per_draft=per_draft, batches=batches)
+    table = choose_table(speedup, batches[-1])
     most = len(odds)
     verify: CostCurves = {
-        b: {v: near(0.04 * (1 + per_draft * b * v)) for v in range(most + 1)} for b in BATCHES
+        b: {v: near(step_seconds * (1 + per_draft * b * v)) for v in range(most + 1)}
+        for b in batches
     }
     tokens = AcceptanceCurve.from_probabilities(odds).tokens
     return Tuned(
@@ -59,10 +71,10 @@ def a_tuning(
         drafter=drafter or Model(name="a-drafter", fingerprint="2" * 64),
         dtype="bfloat16",
         block_size=block_size or most + 1,
-        runner="V1",
-        max_batch=BATCHES[-1],
+        runner=runner,
+        max_batch=batches[-1],
         verify=verify,
-        draft={b: {k: near(0.004) for k in range(most + 1)} for b in BATCHES},
+        draft={b: {k: near(0.1 * step_seconds) for k in range(most + 1)} for b in batches},
         acceptance=Acceptance(
             tokens={k: near(tokens[k], 0.0 if k == 0 else 0.01) for k in range(most + 1)},
             by_position=[near(b - a) for a, b in pairwise(tokens)],

@@ -47,12 +47,16 @@ PRIOR_REJECTIONS = 2  # added to what a series of probes has shown
 
 
 def ladder_up_to(max_drafts: int) -> tuple[int, ...]:
-    """0, 1, 2, 3, 5, 7, 11, 15, ... and `max_drafts`: few enough to capture a graph for each."""
-    rungs, step = [0, 1], 1
-    while rungs[-1] < max_drafts:
-        rungs += [rungs[-1] + step, rungs[-1] + 2 * step]
-        step *= 2
-    return (*(k for k in rungs if k < max_drafts), max_drafts)
+    """0, 1, 3, 7, 15 for 15: few enough to capture a graph for each.
+
+    1 + K divides 1 + `max_drafts`, because only then do graphs of different K not get in each
+    other's way (`leadout.engine.cuda_graphs`). Each is at least twice the one below.
+    """
+    lengths = [1 + max_drafts]
+    while lengths[-1] > 1:
+        half = lengths[-1] // 2
+        lengths.append(max(each for each in range(1, half + 1) if lengths[0] % each == 0))
+    return tuple(length - 1 for length in reversed(lengths))
 
 
 class DecodingRequest(NamedTuple):

@@ -1,13 +1,18 @@
-"""Up to how many requests vLLM's V2 runner decodes in full CUDA graphs, and the flags for more.
+"""Which batches vLLM's V2 runner decodes in full CUDA graphs, and the capture sizes for more.
 
 A full graph of a decode step exists for so many tokens as there are in a capture size, rounded up
-to a multiple of the tokens per request (1 + K). vLLM's default sizes end at 512 tokens (1024 on
-Blackwell): with K = 15 that is 32 requests. Steps of more requests run in piecewise graphs.
+to a multiple of the tokens per request (1 + K).
+
+- vLLM's default sizes end at 512 tokens (1024 on Blackwell): with K = 15 that is 32 requests.
+- For a batch, vLLM looks at the graphs of one number of tokens only, the next that any K has. If
+  none of these is of the batch's K, the batch runs in piecewise graphs, although a graph with a few
+  tokens more would take it. With K = 2 and 3 in one table this happens to every other batch size.
+  It never happens if each 1 + K divides the largest and the sizes are multiples of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from leadout.control.tuned_file import Range
@@ -35,13 +40,10 @@ def largest_batches(table: Iterable[Range], max_batch: int) -> dict[int, int]:
 
 
 def has_full_decode_graphs(vllm_config: Any) -> bool:
+    if not vllm_config.use_v2_model_runner or vllm_config.model_config.enforce_eager:
+        return False
     mode = vllm_config.compilation_config.cudagraph_mode
-    return bool(
-        vllm_config.use_v2_model_runner
-        and not vllm_config.model_config.enforce_eager
-        and mode.decode_mode().name == "FULL"
-        and mode.separate_routine()
-    )
+    return bool(mode.decode_mode().name == "FULL" and mode.separate_routine())
 
 
 def largest_full_graph(sizes: Sequence[int], drafts: int) -> int:
@@ -49,7 +51,7 @@ def largest_full_graph(sizes: Sequence[int], drafts: int) -> int:
     if not sizes:
         return 0
     tokens = 1 + drafts
-    rounded = (-(-size // tokens) * tokens for size in sizes)
+    rounded = (_rounded_up(size, tokens) for size in sizes)
     return max((each // tokens for each in rounded if each <= max(sizes)), default=0)
 
 
@@ -70,17 +72,69 @@ def uncovered(vllm_config: Any, batches: dict[int, int]) -> dict[int, int]:
     return {k: ends[k] for k, batch in batches.items() if ends[k] < batch}
 
 
-def sizes_for(vllm_config: Any, batches: dict[int, int]) -> list[int]:
-    """vLLM's capture sizes and those that `batches` (by K) need, within a step's token budget.
+def sizes_for(vllm_config: Any, batches: Mapping[int, int]) -> list[int]:
+    """Sizes for which all batches up to `batches` (by K) have full graphs, within a step's budget.
 
-    A graph runs a smaller batch padded, so that not each number of requests needs its own.
+    vLLM's own sizes, and more for larger batches; or multiples of the longest 1 + K, if the graphs
+    of some K would keep others from theirs.
     """
+    longest, requests = 1 + max(batches), vllm_config.scheduler_config.max_num_seqs
     sizes = set(vllm_config.compilation_config.cudagraph_capture_sizes or [])
-    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    budget, largest = vllm_config.scheduler_config.max_num_batched_tokens, max(sizes)
     for k, batch in batches.items():
-        needed = {requests * (1 + k) for requests in _request_counts(batch)}
-        sizes |= {size for size in needed if size <= budget}
-    return sorted(sizes)
+        needed = {_rounded_up(count * (1 + k), longest) for count in _request_counts(batch)}
+        sizes |= {size for size in needed if largest < size <= budget}
+    completed = _completed(sizes, batches, requests)
+    if completed != sizes:
+        step = longest * max(1, 8 // longest)
+        multiples = {1 + k for k in batches} | set(range(step, max(sizes) + 1, step))
+        completed = min(completed, _completed(multiples, batches, requests), key=len)
+    return sorted(completed)
+
+
+def _completed(sizes: set[int], batches: Mapping[int, int], max_requests: int) -> set[int]:
+    while missing := missing_sizes(sizes, batches, max_requests):
+        sizes = sizes | missing
+    return sizes
+
+
+def missing_sizes(sizes: Iterable[int], batches: Mapping[int, int], max_requests: int) -> set[int]:
+    """Further sizes for batches up to `batches` (by K) that graphs of another K keep from theirs.
+
+    These may keep others from theirs in turn.
+    """
+    largest = max(sizes)
+    captured: dict[int, set[int]] = {}  # by tokens of a graph, the K that it is for
+    for size in sizes:
+        for k in batches:
+            tokens = _rounded_up(size, 1 + k)
+            if tokens <= largest and tokens // (1 + k) <= max_requests:
+                captured.setdefault(tokens, set()).add(k)
+    missing, before = set(), 0
+    for tokens, lengths in sorted(captured.items()):
+        for k in batches.keys() - lengths:
+            last = min(tokens // (1 + k), batches[k]) * (1 + k)
+            if last > before:
+                missing.add(last)
+        before = tokens
+    return missing
+
+
+def flags_for_all_batches(parsed: Any, vllm_config: Any, ladder: Iterable[int]) -> list[str]:
+    """Flags for sizes with which each K of a ladder has full graphs for all batches to its last.
+
+    None if vLLM's own sizes are such, or if the user has chosen others.
+    """
+    if not has_full_decode_graphs(vllm_config) or are_sizes_chosen(parsed):
+        return []
+    own = sorted(vllm_config.compilation_config.cudagraph_capture_sizes)
+    requests = vllm_config.scheduler_config.max_num_seqs
+    sizes = sizes_for(vllm_config, {k: min(requests, largest_full_graph(own, k)) for k in ladder})
+    return [] if sizes == own else [SIZES_FLAG, *map(str, sizes)]
+
+
+def _rounded_up(tokens: int, multiple: int) -> int:
+    return -(-tokens // multiple) * multiple
 
 
 def _request_counts(largest: int) -> list[int]:

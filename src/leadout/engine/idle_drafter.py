@@ -1,13 +1,18 @@
-"""Steps that draft nothing cost only the drafter's context, on vLLM's V2 runner too.
+"""A drafter for a table of K on vLLM's V2 runner: full graphs for its blocks, idle at K = 0.
 
-Where K = 0, the V2 runner of vLLM 0.32 still drafts the whole block and then ignores it. The worker
-here, named by `worker_cls`, gives the runner's speculator a subclass that only stores the keys and
-values of the context, which later blocks need, and leaves out the draft layers and the sampling. On
-the V1 runner the draft model class does the same (`draft_model.py`).
+The V2 runner of vLLM 0.32 drafts a whole block at every step, whatever K is. The worker here, named
+by `worker_cls`, gives the runner's speculator a subclass that differs in two ways:
+
+- Where K = 0, it only stores the keys and values of the context, which later blocks need, and
+  leaves out the draft layers and the sampling. On the V1 runner the draft model class does the same
+  (`draft_model.py`).
+- CUDA graphs of the drafter are captured for whole blocks. vLLM captures them for each K of the
+  table instead: if the largest is not in it, each block is drafted without any graph.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from leadout.engine.vllm_adapter import IDLE_DRAFTER, is_usable, platform_worker
@@ -17,7 +22,16 @@ def skipping(base: type[Any]) -> type[Any]:
     """A subclass of a V2 DFlash speculator class that does not draft at K = 0."""
 
     class IdleDrafterSpeculator(base):  # type: ignore[misc]
+        vllm_config: Any
         _stores_context_only = False
+
+        def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+            config = self.vllm_config
+            self.vllm_config = _without_table(config)
+            try:
+                super().init_cudagraph_manager(cudagraph_mode)
+            finally:
+                self.vllm_config = config
 
         def propose(self, *arguments: Any, **settings: Any) -> Any:
             """[requests, K]; at K = 0 the last drafts, which the runner discards."""
@@ -43,8 +57,16 @@ def skipping(base: type[Any]) -> type[Any]:
     return IdleDrafterSpeculator
 
 
+def _without_table(vllm_config: Any) -> Any:
+    """The config of an engine that always drafts the same number of tokens."""
+    config = copy(vllm_config)
+    config.speculative_config = copy(vllm_config.speculative_config)
+    config.speculative_config.num_speculative_tokens_per_batch_size = None
+    return config
+
+
 def skip_idle_drafts(runner: Any) -> bool:
-    """Whether this runner's speculator now skips its layers at K = 0.
+    """Whether this runner's speculator now has the subclass.
 
     Called before the model is loaded. A runner without a DFlash speculator stays as it is, and so
     does one whose internals are not those of vLLM 0.32.
@@ -59,7 +81,7 @@ def skip_idle_drafts(runner: Any) -> bool:
 
 
 class IdleDrafterWorker(platform_worker()):  # type: ignore[misc]
-    """vLLM's worker, with a drafter that is idle at K = 0."""
+    """vLLM's worker, with a drafter that is idle at K = 0 and has graphs for its blocks."""
 
     def init_device(self) -> None:
         super().init_device()

@@ -16,7 +16,7 @@ from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_
 from leadout.control.policy import ladder_up_to
 from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
-from leadout.engine.cuda_graphs import graph_notes
+from leadout.engine.cuda_graphs import flags_for_all_batches, graph_notes
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
 from leadout.engine.server import server_command
 from leadout.engine.settings import (
@@ -36,6 +36,7 @@ from leadout.engine.tuned_plan import (
     differences_from_measurement,
     drafter_of,
     require_no_draft_length,
+    served_table,
     tuned_speculation,
     with_graphs_for,
 )
@@ -258,10 +259,10 @@ class _Planner:
                 return flags
             notes.append(f"--tuned: {json.dumps(lengths)}")
         flags = [*flags, *_idle_drafter(self._target, flags, lengths, config)]
-        draft_tokens = lengths[DRAFT_LENGTH]
+        draft_tokens, table = lengths[DRAFT_LENGTH], lengths.get(DRAFT_LENGTH_BY_BATCH)
         # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
         raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
-        if config.parallel_config.data_parallel_size > 1 and DRAFT_LENGTH_BY_BATCH in lengths:
+        if config.parallel_config.data_parallel_size > 1 and table:
             # vLLM would drop it; Leadout's parts in the engines set it.
             self._draft_table = DraftTableSettings(rows=lengths.pop(DRAFT_LENGTH_BY_BATCH))
         ours = {"method": "dflash", "model": drafter, **lengths}
@@ -271,9 +272,13 @@ class _Planner:
         notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
         raise_if_unfit(findings)
         if tuned is not None and not is_live:
-            flags = with_graphs_for(tuned, parse(self._target, flags), flags, config, notes)
-        elif is_live:  # of the largest K: full graphs of the others end later
-            notes += graph_notes(config)[:1]
+            measured = served_table(tuned, config)
+            flags = with_graphs_for(measured, parse(self._target, flags), flags, config, notes)
+        elif is_live:
+            notes += graph_notes(config)[:1]  # of the largest K: those of the others end later
+            if table:
+                ladder = {k for _, _, k in table}
+                flags += flags_for_all_batches(parse(self._target, flags), config, ladder)
         else:
             notes += graph_notes(config)
         return flags
@@ -391,10 +396,9 @@ def ladder_table(
 def _idle_drafter(
     target: str, flags: list[str], lengths: Mapping[str, Any], vllm_config: Any
 ) -> list[str]:
-    """On the V2 runner, flags for the worker whose drafter does nothing in steps with K = 0."""
-    table = lengths.get(DRAFT_LENGTH_BY_BATCH, ())
-    if not vllm_config.use_v2_model_runner or all(k for _, _, k in table):
+    """On the V2 runner, flags for the worker whose drafter suits a table of K."""
+    if not vllm_config.use_v2_model_runner or DRAFT_LENGTH_BY_BATCH not in lengths:
         return []
-    if parse(target, flags).worker_cls != "auto":  # the user's own, which drafts at K = 0 too
+    if parse(target, flags).worker_cls != "auto":  # the user's own
         return []
     return ["--worker-cls", IDLE_DRAFTER_WORKER]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from leadout.control.policy import ladder_up_to
 from leadout.control.tuned_file import Range, Tuned
 from leadout.engine.cuda_graphs import (
     SIZES_FLAG,
     are_sizes_chosen,
     graph_notes,
+    has_full_decode_graphs,
     largest_batches,
+    largest_full_graph,
     sizes_for,
     uncovered,
 )
@@ -37,7 +40,8 @@ def tuned_speculation(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
     always drafts num_speculative_tokens and the table limits what is verified, so there it stays
     what it was during the measurement.
     """
-    table = table_up_to(tuned, vllm_config.scheduler_config.max_num_seqs)
+    measured = served_table(tuned, vllm_config)
+    table = table_up_to(measured, vllm_config.scheduler_config.max_num_seqs)
     max_drafts = max(k for _, _, k in table)
     if max_drafts == 0:
         return {}
@@ -49,31 +53,58 @@ def tuned_speculation(tuned: Tuned, vllm_config: Any) -> dict[str, Any]:
 
 
 def with_graphs_for(
-    tuned: Tuned, parsed: Any, flags: list[str], config: Any, notes: list[str]
+    table: Sequence[Range], parsed: Any, flags: list[str], config: Any, notes: list[str]
 ) -> list[str]:
-    """The flags with full CUDA graphs for all batches that were measured, unless the user decides.
+    """The flags with full CUDA graphs for all batches of the table, unless the user decides.
 
-    `parsed` and `config` are vLLM's of these flags.
+    `table` has the batches that were measured; `parsed` and `config` are vLLM's of these flags.
     """
-    sequences = min(tuned.max_batch, config.scheduler_config.max_num_seqs)
-    batches = largest_batches(tuned.table, sequences)
-    ends = uncovered(config, batches)
-    if not ends:
+    if not has_full_decode_graphs(config):
         return flags
+    measured = max(last for _, last, _ in table)
+    sequences = min(measured, config.scheduler_config.max_num_seqs)
+    # The drafter drafts whole blocks at each batch size.
+    whole_blocks = {config.speculative_config.num_speculative_tokens: sequences}
+    batches = largest_batches(table, sequences) | whole_blocks
+    ends = uncovered(config, batches)
     if are_sizes_chosen(parsed):
-        notes += graph_notes(config)
+        if ends:
+            notes += graph_notes(config)
         return flags
     sizes = sizes_for(config, batches)
-    notes.append(
-        f"--tuned: CUDA graphs are captured up to {sizes[-1]} tokens, for the {sequences} requests "
-        f"that were measured; by default full graphs would end at {min(ends.values())}"
-    )
+    if ends:
+        reached = min(min(batch, largest_full_graph(sizes, k)) for k, batch in batches.items())
+        notes.append(
+            f"CUDA graphs are captured up to {sizes[-1]} tokens, for {reached} of the {sequences} "
+            "requests that `leadout tune` measures; by default full graphs would end at "
+            f"{min(ends.values())}"
+        )
+    if sizes == sorted(config.compilation_config.cudagraph_capture_sizes):
+        return flags
     return [*flags, SIZES_FLAG, *map(str, sizes)]
 
 
-def table_up_to(tuned: Tuned, sequences: int) -> list[Range]:
+def served_table(tuned: Tuned, vllm_config: Any) -> list[Range]:
+    """The table for the batches that were measured.
+
+    With full graphs only K of the ladder, since others would get in each other's way: the largest
+    that is not above the measured one. What was measured with full graphs has no others.
+    """
+    if not has_full_decode_graphs(vllm_config):
+        return [*tuned.table]
+    ladder = ladder_up_to(tuned.block_size - 1)
+    rows: list[Range] = []
+    for first, last, k in tuned.table:
+        bound = max(k, ladder[1]) if k else 0  # what drafts goes on drafting
+        rung = max(each for each in ladder if each <= bound)
+        same = rows.pop() if rows and rows[-1][2] == rung else (first, last, rung)
+        rows.append((same[0], last, rung))
+    return rows
+
+
+def table_up_to(measured: Iterable[Range], sequences: int) -> list[Range]:
     """The rows for 1 to `sequences` requests; the last one extends beyond what was measured."""
-    rows = [row for row in tuned.table if row[0] <= sequences]
+    rows = [row for row in measured if row[0] <= sequences]
     first, _, k = rows[-1]
     return [*rows[:-1], (first, sequences, k)]
 

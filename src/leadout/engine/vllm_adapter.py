@@ -203,6 +203,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "num_tokens_across_dp, cudagraph_runtime_mode=",
         ),
         Internal(_SPECULATOR, "_precompute_context_kv", "self, start, end, dummy_run="),
+        Internal(_SPECULATOR, "init_cudagraph_manager", "self, cudagraph_mode"),
         Internal(_WORKER, "init_device", "self"),
         *_attributes("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "speculator"),
     ),

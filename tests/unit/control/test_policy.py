@@ -304,15 +304,17 @@ def test_without_the_time_of_steps_with_prefill_nothing_is_drafted() -> None:
     ("max_drafts", "ladder"),
     [
         (1, (0, 1)),
-        (2, (0, 1, 2)),
-        (4, (0, 1, 2, 3, 4)),
-        (7, (0, 1, 2, 3, 5, 7)),
-        (15, (0, 1, 2, 3, 5, 7, 11, 15)),
-        (16, (0, 1, 2, 3, 5, 7, 11, 15, 16)),
+        (2, (0, 2)),
+        (4, (0, 4)),
+        (7, (0, 1, 3, 7)),
+        (9, (0, 1, 4, 9)),
+        (11, (0, 2, 5, 11)),
+        (15, (0, 1, 3, 7, 15)),
     ],
 )
 def test_ladder_has_few_rungs(max_drafts: int, ladder: tuple[int, ...]) -> None:
     assert ladder_up_to(max_drafts) == ladder
+    assert all((1 + max_drafts) % (1 + k) == 0 for k in ladder)
 
 
 def test_ladder_must_end_at_the_largest_k() -> None:

@@ -10,12 +10,15 @@ from vllm.config import CUDAGraphMode
 
 from leadout.engine.cuda_graphs import (
     are_sizes_chosen,
+    flags_for_all_batches,
     graph_notes,
     largest_batches,
     largest_full_graph,
+    missing_sizes,
     sizes_for,
     uncovered,
 )
+from leadout.engine.vllm_flags import parse
 
 # vLLM's default sizes on an H100.
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -95,6 +98,47 @@ def test_sizes_for_what_was_measured_cover_it() -> None:
     assert uncovered(gpu_config(sizes=sizes), batches) == {}
 
 
+def graph_of(sizes: list[int], lengths: list[int], requests: int, k: int) -> bool:
+    """Whether vLLM has a full graph: of the next number of tokens that any K has a graph for."""
+    graphs = {(-(-size // (1 + each)) * (1 + each), each) for size in sizes for each in lengths}
+    following = min(tokens for tokens, _ in graphs if tokens >= requests * (1 + k))
+    return (following, k) in graphs
+
+
+@pytest.mark.parametrize("ladder", [[0, 1, 3, 7, 15], [0, 1, 4, 9], [0, 2, 5, 11], [0, 6]])
+def test_every_batch_of_a_ladder_has_its_graph(ladder: list[int]) -> None:
+    config = gpu_config()
+    flags = flags_for_all_batches(parse("target", []), config, ladder)
+    sizes = [int(size) for size in flags[1:]] or SIZES
+    assert (flags == []) == (ladder == [0, 1, 3, 7, 15])  # for which vLLM's sizes are enough
+    assert len(sizes) < 80
+    for k in ladder:
+        end = largest_full_graph(sizes, k)
+        assert end >= 0.97 * largest_full_graph(SIZES, k)
+        assert all(graph_of(sizes, ladder, requests, k) for requests in range(1, end + 1))
+
+
+def test_graphs_of_different_k_get_in_each_others_way() -> None:
+    """Otherwise nothing of this would be needed."""
+    assert not graph_of(SIZES, [0, 2, 3], 5, 2)  # 15 tokens: the next graph is for 16, of K = 3
+    assert missing_sizes(SIZES, {0: 512, 2: 168, 3: 128}, 1024)
+    assert not missing_sizes(SIZES, {0: 512, 1: 256, 3: 128, 7: 64, 15: 32}, 1024)
+    # With at most 50 requests, 104 tokens are no graph for K = 1.
+    assert missing_sizes([*SIZES, 98], {1: 50, 3: 50}, 50) == {100}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mode": CUDAGraphMode.PIECEWISE}, {"mode": CUDAGraphMode.NONE}, {"v2": False}]
+)
+def test_without_full_graphs_no_sizes_are_set(changes: dict[str, Any]) -> None:
+    assert flags_for_all_batches(parse("target", []), gpu_config(**changes), [0, 1, 4, 9]) == []
+
+
+def test_sizes_that_the_user_sets_stay() -> None:
+    parsed = parse("target", ["--cudagraph-capture-sizes", "1", "2"])
+    assert flags_for_all_batches(parsed, gpu_config(), [0, 1, 4, 9]) == []
+
+
 def test_sizes_stay_within_the_budget_of_a_step() -> None:
     assert max(sizes_for(gpu_config(budget=700), {15: 64})) == 40 * 16
 
@@ -111,6 +155,4 @@ def test_sizes_stay_within_the_budget_of_a_step() -> None:
     ],
 )
 def test_sizes_that_the_user_sets_are_recognised(flags: list[str], chosen: bool) -> None:
-    from leadout.engine.vllm_flags import parse
-
     assert are_sizes_chosen(parse("target", flags)) is chosen

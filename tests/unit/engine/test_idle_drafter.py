@@ -1,4 +1,4 @@
-"""Steps with K = 0 on the V2 runner, through a fake runner: the real one needs Triton."""
+"""A drafter for a table of K on the V2 runner, with a fake runner: the real one needs Triton."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,14 @@ class FakeSpeculator:
     def __init__(self, has_graph: bool) -> None:
         self.has_graph = has_graph
         self.calls: list[str] = []
+        table = [(1, 8, 3), (9, 16, 0)]
+        speculation = SimpleNamespace(num_speculative_tokens_per_batch_size=table)
+        self.vllm_config = SimpleNamespace(speculative_config=speculation)
+        self.captured_for: object = "nothing yet"
+
+    def init_cudagraph_manager(self, cudagraph_mode: str) -> None:
+        speculation = self.vllm_config.speculative_config
+        self.captured_for = speculation.num_speculative_tokens_per_batch_size
 
     def _precompute_context_kv(self, start: int, end: int) -> None:
         self.calls.append(f"context {start}:{end}")
@@ -71,6 +79,17 @@ def test_all_other_steps_are_vllms(has_graph: bool, settings: dict[str, Any]) ->
     assert runner.speculator.calls == vllms.calls
 
 
+def test_graphs_of_the_drafter_are_those_of_whole_blocks() -> None:
+    runner = fake_runner(has_graph=True)
+    config = runner.speculator.vllm_config
+    skip_idle_drafts(runner)
+    runner.speculator.init_cudagraph_manager("FULL")
+    assert runner.speculator.captured_for is None
+    # The target's graphs, and the scheduler, need the table.
+    assert runner.speculator.vllm_config is config
+    assert config.speculative_config.num_speculative_tokens_per_batch_size
+
+
 def test_other_speculators_and_versions_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,3 +111,5 @@ def test_vllms_speculator_has_what_is_relied_on() -> None:
     assert "need_eager=is_profile" in source
     assert "_precompute_context_kv(0, num_target_tokens, dummy_run)" in source
     assert "_generate_draft(" in source
+    captures = inspect.getsource(DFlashSpeculator.init_cudagraph_manager)
+    assert "DFlashCudaGraphManager(\n            self.vllm_config," in captures

@@ -37,15 +37,15 @@ def test_vllm_captures_a_graph_for_each_rung(sequences: int) -> None:
 
     table = ladder_table(15, {}, fake_config(sequences))[DRAFT_LENGTH_BY_BATCH]
     dense = build_dynamic_sd_schedule_lookup(table, sequences, 15)[1:]
-    assert set(dense) == {0, 1, 2, 3, 5, 7, 11, 15}
-    assert dense.count(15) == sequences - 7  # what vLLM drafts if live control is off
-    assert ladder_of(fake_config(sequences, table)) == (0, 1, 2, 3, 5, 7, 11, 15)
+    assert set(dense) == {0, 1, 3, 7, 15}
+    assert dense.count(15) == sequences - 4  # what vLLM drafts if live control is off
+    assert ladder_of(fake_config(sequences, table)) == (0, 1, 3, 7, 15)
 
 
 def test_few_sequences_shorten_the_ladder() -> None:
     table = ladder_table(15, {}, fake_config(4))[DRAFT_LENGTH_BY_BATCH]
-    assert table == [(1, 1, 15), (2, 2, 11), (3, 3, 7), (4, 4, 0)]
-    assert ladder_of(fake_config(4, table)) == (0, 7, 11, 15)
+    assert table == [(1, 1, 15), (2, 2, 7), (3, 3, 3), (4, 4, 0)]
+    assert ladder_of(fake_config(4, table)) == (0, 3, 7, 15)
     assert ladder_table(15, {}, fake_config(2)) == {DRAFT_LENGTH_BY_BATCH: [(1, 1, 15), (2, 2, 0)]}
 
 

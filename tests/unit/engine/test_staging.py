@@ -103,6 +103,20 @@ def test_a_swap_keeps_addresses_and_serves_what_a_restart_would(
     assert pointers(drafter) == addresses
 
 
+def test_a_second_load_updates_the_fused_projection_in_place(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's own weight update does it; a captured graph reads the tensors of the first load."""
+    serve_as_on_a_gpu(monkeypatch)
+    drafter, other = versions.load(0), versions.load(1)
+    names = ("_fused_kv_weight", "_k_norm_weights")
+    addresses = {name: getattr(drafter.model, name).data_ptr() for name in names}
+    drafter.fill(load_weights(read_checkpoint(versions.folders[1])))
+    for name in names:
+        assert getattr(drafter.model, name).data_ptr() == addresses[name]
+        assert torch.equal(getattr(drafter.model, name), getattr(other.model, name))
+
+
 class FailsOnce:
     """Stands for a device that fails at one of the calls of a commit."""
 
