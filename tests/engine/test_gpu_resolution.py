@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from support.fake_gpu import GPUS
-from support.gpu_resolution import MODES, REASONS, Mode, differences, rows_on
+from support.gpu_resolution import (
+    MODES,
+    REASONS,
+    TABLE,
+    TUNED_BATCHES,
+    Mode,
+    differences,
+    rows_on,
+)
 from support.models import ROOT
 
 COMMITTED = ROOT / "results" / "gpu" / "resolution.json"
@@ -48,6 +56,41 @@ def test_a_difference_without_a_reason_is_found() -> None:
     assert differences(Mode(("--draft",)), plain, ours) == [
         {"field": "runner", "plain": "V2", "leadout": "V1", "reason": None}
     ]
+
+
+def test_a_deviation_from_the_committed_table_is_found(committed: dict[str, Any]) -> None:
+    """A row that `leadout serve` would change without a reason, seeded into what was resolved."""
+    rows = {(row["gpu"], row["mode"]): row for row in committed["rows"]}
+    plain, mode = rows["H100", "vllm, DFlash"], Mode(("--draft", "--live"))
+    ours = {**rows["H100", mode.name], "async_scheduling": False, "max_num_batched_tokens": 31_744}
+    found = {each["field"]: each["reason"] for each in differences(mode, _facts(plain), ours)}
+    assert found["full_graphs"]
+    assert found["async_scheduling"] is found["max_num_batched_tokens"] is None
+
+
+def _facts(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("gpu", "mode")}
+
+
+def test_full_graphs_have_no_gaps_and_the_drafter_has_some(committed: dict[str, Any]) -> None:
+    for row in committed["rows"]:
+        if "compared_with" not in row:
+            continue
+        assert row["graph_gaps"] == {}, (row["gpu"], row["mode"])
+        if row["drafter_graphs"] is not None and row["capture_sizes"]:
+            assert row["drafter_graphs"] >= 32, (row["gpu"], row["mode"])
+    # Plain vLLM with a table: otherwise nothing of this would be needed.
+    for row in committed["rows"]:
+        if row["mode"] == TABLE:
+            assert row["graph_gaps"].keys() == {"2", "6", "11"}
+            assert row["drafter_graphs"] == 0
+
+
+def test_full_graphs_cover_the_requests_that_were_tuned(committed: dict[str, Any]) -> None:
+    for row in committed["rows"]:
+        if row["mode"] == "leadout --draft --tuned":
+            assert min(row["full_graphs"].values()) >= TUNED_BATCHES[-1]
+            assert row["drafter_graphs"] >= TUNED_BATCHES[-1]
 
 
 def test_plain_vllm_on_gpus_is_what_the_table_is_about(committed: dict[str, Any]) -> None:

@@ -26,6 +26,9 @@ DRAFT_TOKENS = 15  # as published drafters have, with blocks of 16
 ACCEPTANCE = [0.8] * 12 + [0.1] * 3
 TUNED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 BARE, DFLASH = "vllm", "vllm, DFlash"
+# A table of K for plain vLLM: lengths that do not divide each other, without the largest.
+TABLE = "vllm, DFlash, a table of K"
+TABLE_ROWS = [(1, 16, 11), (17, 64, 6), (65, 256, 2)]
 # Fields that Leadout changes, with the reason, by the flag of `leadout serve` that causes it.
 _MORE_GRAPHS = "graphs are captured for several K instead of one"
 REASONS: dict[str, dict[str, str]] = {
@@ -193,7 +196,7 @@ def write_pair(folder: Path) -> Pair:
     return Pair(target, drafter, registry.folder, tuned, folder / "captured")
 
 
-def plain_flags(pair: Pair, mode: Mode) -> list[str]:
+def plain_flags(pair: Pair, mode: Mode, **further: Any) -> list[str]:
     """Flags of plain vLLM with the same drafter and the same further flags."""
     if not mode.has_drafter:
         return [*mode.vllm]
@@ -201,6 +204,7 @@ def plain_flags(pair: Pair, mode: Mode) -> list[str]:
         "method": "dflash",
         "model": str(pair.drafter),
         "num_speculative_tokens": DRAFT_TOKENS,
+        **further,
     }
     return [*mode.vllm, "--speculative-config", json.dumps(speculation)]
 
@@ -275,6 +279,8 @@ def resolve_all(pair: Pair) -> Iterator[dict[str, Any]]:
         if name not in plain:
             plain[name] = facts_of(vllm_config_of(str(pair.target), plain_flags(pair, mode)))
             yield {"mode": name, **plain[name]}
+    table = plain_flags(pair, Mode(("--draft",)), num_speculative_tokens_per_batch_size=TABLE_ROWS)
+    yield {"mode": TABLE, **facts_of(vllm_config_of(str(pair.target), table))}
     # vLLM loads its plugins once, with the switch off; from here on Leadout's is active.
     del os.environ[SWITCH]
     register()
