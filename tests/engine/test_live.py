@@ -23,9 +23,11 @@ from leadout.checkpoints import write_checkpoint
 from leadout.control.policy import Decision, Policy
 from leadout.engine.scheduler import LiveAsyncScheduler, LiveScheduler
 from leadout.engine.settings import LiveSettings
+from leadout.registry import Registry
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.models import ROOT, tiny_llama
 from support.tiny_engine import live_engine_arguments
+from support.version_registry import publish
 
 K = TINY_DRAFTER.max_draft_tokens
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
@@ -306,9 +308,16 @@ def test_without_a_drafter_the_scheduler_is_vllms(engine: Open, pair: tuple[Path
         assert type(scheduler_of(llm)).__module__.startswith("vllm.")
 
 
-def test_live_control_on_the_v2_runner(pair: tuple[Path, Path], bare: list[list[int]]) -> None:
+@pytest.mark.parametrize("mode", ["live", "tuned"])
+def test_v2_with_async_scheduling_serves_and_swaps(
+    pair: tuple[Path, Path], bare: list[list[int]], tmp_path: Path, mode: str
+) -> None:
     """In Triton's interpreter; drafts stay in the worker there, only their number is chosen."""
-    arguments = [*map(str, pair), str(K), json.dumps(prompts()[:3])]
+    registry = Registry(tmp_path / "registry")
+    for seed in (0, 1):
+        publish(registry, pair[0], tmp_path, seed=seed, config=CONFIG)
+    asked = prompts()[:3]
+    arguments = [str(pair[0]), str(registry.folder), str(K), json.dumps(asked), mode]
     ended = subprocess.run(
         [sys.executable, "-m", "support.live_on_v2", *arguments],
         cwd=ROOT / "tests",
@@ -319,8 +328,15 @@ def test_live_control_on_the_v2_runner(pair: tuple[Path, Path], bare: list[list[
     told = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     assert told, ended.stdout[-3000:] + ended.stderr[-3000:]
     result = json.loads(told[0].removeprefix("RESULT "))
-    assert result["control"]
-    assert result["lookup_min_match"] == 0
-    for number, answer in enumerate(result["answers"]):
-        assert answer == bare[number][: len(answer)]
-    assert len(set(result["lengths"])) > 2  # verified drafts per request and step: many numbers
+    assert result["is_async"]
+    assert len(result["answers"]) == 3  # version 1, 2, and 1 again
+    for found in result["answers"]:
+        for answer, expected in zip(found, [*bare[:3], bare[0]], strict=True):
+            assert answer == expected[: len(answer)]
+    # Steps without drafts skip the draft layers.
+    assert result["steps_without_drafts"] > 0
+    assert 0 < result["blocks"] <= result["steps_with_drafts"]
+    if mode == "live":
+        assert result["control"]
+        assert result["lookup_min_match"] == 0
+        assert len(set(result["lengths"])) > 2  # verified drafts per request and step
