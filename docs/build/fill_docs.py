@@ -58,6 +58,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fleet": scale_tables.fleet,
     "gpu-plain": gpu_tables.plain,
     "gpu-differences": gpu_tables.differences,
+    "gpu-gaps": gpu_tables.gaps,
     "gpu-dispatch": gpu_tables.dispatch,
     "quickstart-check": quickstart_output.check,
     "quickstart-tune": quickstart_output.tune,

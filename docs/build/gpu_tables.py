@@ -13,6 +13,8 @@ FIELDS = {
     "cudagraph_mode": "graph mode",
     "capture_sizes": "capture sizes",
     "full_graphs": "full graphs",
+    "graph_gaps": "batch sizes without a full graph below these",
+    "graphs": "captured graphs, target and drafter",
     "target_attention": "attention of the target",
     "drafter_attention": "attention of the drafter",
     "drafter_graphs": "full graphs of the drafter",
@@ -46,6 +48,28 @@ def differences() -> str:
     return table(("way to start", "differs from plain vLLM in"), lines)
 
 
+def gaps() -> str:
+    """How many batch sizes lack a full graph, with a table of K of plain vLLM and of Leadout."""
+    rows = result("gpu/resolution.json")["rows"]
+    modes = ("vllm, DFlash, a table of K", "leadout --draft --live", "leadout --draft --tuned")
+    lines = []
+    for row in rows:
+        if row["mode"] not in modes:
+            continue
+        ends, missing = row["full_graphs"], row["graph_gaps"]
+        share = [f"K = {k}: {missing.get(k, 0)} of {ends[k]}" for k in ends]
+        drafter = row["drafter_graphs"]
+        last = f"up to {drafter} requests" if drafter else "none"
+        lines.append((row["gpu"], f"`{row['mode']}`", "; ".join(share), last))
+    heads = (
+        "GPU",
+        "way to start",
+        "batch sizes without a full graph",
+        "full graphs of the drafter",
+    )
+    return table(heads, lines)
+
+
 def dispatch() -> str:
     """Shares of full graphs."""
     cells = result("gpu/dispatch.json")["cells"]
@@ -65,6 +89,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, list):
         return f"{len(value)}, up to {max(value, default=0)} tokens"
     if isinstance(value, dict):
+        if not value:
+            return "none"
         return "; ".join(f"K = {k}: up to {count} requests" for k, count in value.items())
     if value is None:
         return "not set"

@@ -12,7 +12,7 @@ EVERYWHERE: Allowed = (
     ),
     (r"\bb?float(?:16|32)\b|\bV[12]\b|\b\dB\b", "names of types, runners and model sizes"),
     (r"\b20\d\d(?:-\d\d-\d\d)?\b", "dates"),
-    (r"\bK = (?:B ?- ?1|\d)|\b[BKi] ?[-+] ?1\b", "definitions of K, B and layer ids"),
+    (r"\bK = (?:B ?- ?1|\d)|\b[BKi] ?[-+] ?1\b|\b1 \+ K\b", "definitions of K, B and layer ids"),
     (r"exit code[^.|]*", "exit codes"),
     (r"\btwo (?:CPU )?(?:cores|workers)\b", "the machine; compared with the results' provenance"),
     (r"95% (?:confidence )?intervals?", "the level of all intervals"),

@@ -26,6 +26,7 @@ from leadout.learn.config import LearnConfig
 from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
 from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from leadout.pairing import batched_tokens_for
+from support.gpu_dispatch import IN_FLIGHT, MODES
 from support.models import ROOT
 from support.ops_files import rules
 
@@ -63,6 +64,7 @@ def claims() -> dict[str, list[str]]:
             f"{8192 // batched_tokens_for(1, 15)} requests decode at K = 15",
             f"prompts of {batched_tokens_for(1024, 15):,} tokens",
         ],
+        "docs/gpus.md": _gpus(),
         "docs/howto/check.md": _howto_check(),
         "docs/howto/metrics.md": [
             f"for {duration.removesuffix('m')} minutes",
@@ -113,6 +115,15 @@ def _faults() -> str:
     rows = result("faults/tiny.json")["faults"]
     silent = sum(row["stock"] == "serves, no error" for row in rows)
     return f"stock vLLM serves {silent} of {len(rows)} seeded faults"
+
+
+def _gpus() -> list[str]:
+    cells = result("gpu/dispatch.json")["cells"]
+    chosen = [cell["full"] for cell in cells if cell["mode"] != MODES[0].name]
+    return [
+        f"{word(IN_FLIGHT)} batches in flight",
+        f"the smallest share is {100 * min(chosen):.1f}%",
+    ]
 
 
 def _readme_speed() -> list[str]:

@@ -39,7 +39,8 @@ MODES = (
     Mode(("--draft", "--tuned", "--live")),
 )
 CONCURRENCIES = (1, 5, 13, 31, 64, 128)
-DECODE_STEPS = 600  # of each cell
+DECODE_STEPS = 400  # of each cell with live control
+FIXED_STEPS = 50  # of one whose table decides: they are all alike
 IN_FLIGHT = 2
 PROMPT_TOKENS, OUTPUT_TOKENS = (20, 200), (100, 600)
 BLOCKS = 65_536  # of the KV cache: memory is no limit here
@@ -254,7 +255,8 @@ def replay_all(pair: Pair, concurrencies: Sequence[int]) -> Iterator[dict[str, A
         for concurrency in concurrencies:
             config = in_engine(planned_config(pair, mode))
             replay = Replay(config, concurrency, clock)
-            shares = replay.run(DECODE_STEPS)
+            is_live = "--live" in mode.leadout
+            shares = replay.run(DECODE_STEPS if is_live else FIXED_STEPS)
             replay.scheduler.shutdown()
             yield {"mode": mode.name, "concurrency": concurrency, **shares.as_row()}
 

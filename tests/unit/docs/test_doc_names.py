@@ -78,3 +78,9 @@ def test_named_files_of_the_repository_exist(page: Path) -> None:
     folders = "src|experiments|docs/build|ops|examples|drafters"
     for name in re.findall(rf"`((?:{folders})/[^`\s*]+)`", page.read_text()):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", WRITTEN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_tests_exist(page: Path) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+        assert f"def {name}" in (ROOT / path).read_text(), f"{path}::{name}"
