@@ -36,7 +36,8 @@ REASONS: dict[str, dict[str, str]] = {
         "full_graphs": "a ladder of K is declared to vLLM, which captures full graphs for each of "
         "them; live control chooses among them at every step",
         "graphs": _MORE_GRAPHS,
-        "capture_sizes": "vLLM adds sizes for the largest batches of a table of K",
+        "capture_sizes": "vLLM adds sizes for a table of K, with which graphs of one K would keep "
+        "another from its own; these do not",
     },
     "--tuned": {
         "full_graphs": "vLLM captures full graphs for each K in the table of the tuned file",
