@@ -30,6 +30,8 @@ BARE, BARE_AGAIN, FIXED, TUNED, LIVE = "bare", "bare-again", "fixed", "tuned", "
 Turns = Literal["slices", "waves", "single"]
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # in GiB, read on CPUs only
 SMALL_KV_SPACE = "1"  # vLLM's default is most of the memory, for each of several servers
+# Compilation takes minutes on CPUs, and vLLM's own kernels are faster.
+CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops": ["all"]}')
 _GPU_MEMORY = 0.9  # vLLM's own default, here for all servers together
 _SECONDS_BETWEEN_ROUNDS = 0.5  # counters, and the first prefills of a load
 
@@ -256,8 +258,7 @@ def common_flags(concurrencies: Sequence[int], on_cpu: bool, servers: int) -> li
     # Prompts repeat between rounds: with a prefix cache they would not be computed again.
     flags.append("--no-enable-prefix-caching")
     if on_cpu:
-        # Compilation takes minutes on CPUs, and vLLM's own kernels are faster.
-        return [*flags, "--enforce-eager", "--compilation-config", '{"custom_ops": ["all"]}']
+        return [*flags, *CPU_FLAGS]
     if servers == 1:
         return flags
     # All of them share the same accelerators.

@@ -30,6 +30,7 @@ from leadout.engine.load_test import (
     LoadResult,
     RunningClock,
     ServerLoad,
+    api_key_of,
     client_session,
     read_counters,
 )
@@ -89,7 +90,7 @@ async def started(
     """Start the servers of the arms one after the other; an idle one takes no processor time."""
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(client_session(_api_key(setup.flags)))
+        session = await stack.enter_async_context(client_session(api_key_of(setup.flags)))
         servers = {}
         advance = progress.stage("start servers", len(arms))
         for arm in arms:
@@ -107,14 +108,6 @@ async def started(
         yield servers
 
 
-def _api_key(flags: Sequence[str]) -> str | None:
-    """The key that the servers ask for: of their flags, or of their environment."""
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    if "--api-key" in words[:-1]:
-        return words[words.index("--api-key") + 1]
-    return os.environ.get("VLLM_API_KEY")
-
-
 async def warm_up(
     servers: Mapping[str, ArmServer], request: LoadRequest, progress: Progress
 ) -> None:
@@ -126,7 +119,7 @@ async def warm_up(
     for name, server in servers.items():
         server.resume()
         async with server.load(request) as load:
-            await _until_constant(server, load)
+            await until_constant(server, load)
             enough = 3 * request.concurrency * request.output_tokens
             while load.is_constant and load.received < enough:
                 await asyncio.sleep(_POLL_SECONDS)
@@ -202,7 +195,7 @@ async def in_waves(
             server = servers[name]
             server.resume()
             async with server.load(request) as load:
-                await _until_constant(server, load)
+                await until_constant(server, load)
                 before = await server.counters()
                 used = -server.processor_seconds()
                 load.open_window()
@@ -213,7 +206,7 @@ async def in_waves(
         yield {name: found[name] for name in servers}
 
 
-async def _until_constant(server: ArmServer, load: ServerLoad) -> None:
+async def until_constant(server: ArmServer, load: ServerLoad) -> None:
     waited = 0.0
     while not load.is_constant:
         _require_in_time(waited, server)

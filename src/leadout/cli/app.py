@@ -11,7 +11,19 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from leadout.cli import bench, check, convert, data, env, inspect, learn, serve, train, tune
+from leadout.cli import (
+    bench,
+    check,
+    convert,
+    data,
+    env,
+    inspect,
+    learn,
+    selftest,
+    serve,
+    train,
+    tune,
+)
 from leadout.cli.options import PanelCommand, settings_command
 from leadout.errors import FAILED, INTERRUPTED, LeadoutError
 from leadout.version import __version__
@@ -65,6 +77,11 @@ app.command(
     cls=settings_command("leadout.bench.settings:BenchSettings"),
     context_settings={"allow_extra_args": True},
 )(bench.bench)
+app.command(
+    "selftest",
+    cls=settings_command("leadout.selftest.settings:SelftestSettings"),
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(selftest.selftest)
 app.command("data", cls=settings_command("leadout.data.manifest:DataSettings"))(data.data)
 app.command("inspect", cls=PanelCommand)(inspect.inspect)
 app.command("convert", cls=PanelCommand)(convert.convert)

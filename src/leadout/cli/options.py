@@ -175,6 +175,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "env": (),
     "inspect": (),
     "learn": (ENGINE,),  # not with --status
+    "selftest": (ENGINE, AIOHTTP),
     "serve": (ENGINE,),
     "train": (ENGINE,),
     "tune": (ENGINE,),

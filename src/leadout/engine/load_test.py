@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -38,6 +39,14 @@ def client_session(api_key: str | None = None) -> ClientSession:
         timeout=aiohttp.ClientTimeout(total=None),
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
     )
+
+
+def api_key_of(flags: Sequence[str]) -> str | None:
+    """The key that a server asks for: of its flags, or of its environment."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    if "--api-key" in words[:-1]:
+        return words[words.index("--api-key") + 1]
+    return os.environ.get("VLLM_API_KEY")
 
 
 class LoadRequest(Message):

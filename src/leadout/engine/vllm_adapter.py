@@ -32,6 +32,7 @@ _RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
 _DFLASH = "vllm.model_executor.models.qwen3_dflash"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _LINEAR = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
 _ALGORITHMS = "vllm.transformers_utils.configs.speculators.algos"
@@ -90,6 +91,7 @@ SAMPLING_WORKAROUND = "workaround for sampling on CPUs"
 IDLE_DRAFTER = "skipping of drafts at K = 0"
 DRAFT_CLASS = "draft model class"
 CAUSALITY = "correction of a drafter's causality"
+DRAFT_RECORDING = "recording of drafts"
 ATTENTION_CHECK = "check of the drafter's attention"
 METRICS = "metrics"
 
@@ -118,6 +120,14 @@ def _attributes(owner: str, names: str) -> tuple[Internal, ...]:
 _FREE_REQUEST = Internal(_SCHEDULER, "_free_request", "self, request, delay_free_blocks=")
 _UPDATE_AFTER = Internal(_SCHEDULER, "_update_after_schedule", "self, scheduler_output")
 _SCHEDULE = Internal(_SCHEDULER, "schedule", "self, throttle_prefills=")
+_PROPOSE = Internal(
+    _SPECULATOR,
+    "propose",
+    "self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, "
+    "num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, "
+    "dp_sync_state=, dummy_run=, skip_attn_for_dummy_run=, mm_inputs=, is_profile=, "
+    "num_speculative_tokens=",
+)
 
 INTERNALS: dict[str, tuple[Internal, ...]] = {
     LIVE_CONTROL: (
@@ -188,14 +198,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         *_attributes(_REQUEST, "spec_token_ids sampling_params"),
     ),
     IDLE_DRAFTER: (
-        Internal(
-            _SPECULATOR,
-            "propose",
-            "self, input_batch, attn_metadata, slot_mappings, last_hidden_states, "
-            "aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, "
-            "temperature, seeds, dp_sync_state=, dummy_run=, skip_attn_for_dummy_run=, mm_inputs=, "
-            "is_profile=, num_speculative_tokens=",
-        ),
+        _PROPOSE,
         Internal(
             _SPECULATOR,
             "_generate_draft",
@@ -206,6 +209,23 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal(_SPECULATOR, "init_cudagraph_manager", "self, cudagraph_mode"),
         Internal(_WORKER, "init_device", "self"),
         *_attributes("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "speculator"),
+    ),
+    DRAFT_RECORDING: (
+        _PROPOSE,
+        Internal(
+            _PROPOSER,
+            "propose",
+            "self, num_speculative_tokens, target_token_ids, target_positions, "
+            "target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata, "
+            "sampling_metadata, mm_embed_inputs=, num_rejected_tokens_gpu=, slot_mappings=",
+        ),
+        *_attributes(
+            "vllm.v1.worker.gpu.input_batch:InputBatch",
+            "num_reqs num_tokens idx_mapping positions",
+        ),
+        *_attributes("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "speculator"),
+        *_attributes("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "drafter"),
+        *_attributes(_WORKER, "model_runner"),
     ),
     DRAFT_CLASS: (
         *(

@@ -38,15 +38,6 @@ def test_weights_of_unknown_size_are_served_one_at_a_time(tmp_path: Path) -> Non
         assert choose_turns(ARMS, [tmp_path], on_cpu) == "single"
 
 
-def test_the_servers_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert turns._api_key(["--max-num-seqs", "8"]) is None
-    assert turns._api_key(["--api-key", "one", "--port", "1"]) == "one"
-    assert turns._api_key(["--api-key=two"]) == "two"
-    monkeypatch.setenv("VLLM_API_KEY", "three")
-    assert turns._api_key([]) == "three"
-
-
 def test_live_control_is_measured_in_waves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live = Arm(name="live", kind="live", drafter="some/drafter")
     (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)

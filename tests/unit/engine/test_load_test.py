@@ -18,6 +18,7 @@ from leadout.engine.load_test import (
     LoadRequest,
     RunningClock,
     ServerLoad,
+    api_key_of,
     client_session,
     parse_counters,
 )
@@ -198,3 +199,12 @@ def test_acceptance_length_comes_from_the_servers_counters() -> None:
     assert found.by_position == [1.0, 0.5]
     assert found.acceptance_length == 2.5
     assert some.since(some) is None  # nothing was drafted in between
+
+
+def test_the_servers_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert api_key_of(["--max-num-seqs", "8"]) is None
+    assert api_key_of(["--api-key", "one", "--port", "1"]) == "one"
+    assert api_key_of(["--api-key=two"]) == "two"
+    monkeypatch.setenv("VLLM_API_KEY", "three")
+    assert api_key_of([]) == "three"

@@ -1,0 +1,1 @@
+"""`leadout selftest`: whether Leadout works on this machine, with this pair and these flags."""

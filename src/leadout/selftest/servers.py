@@ -1,0 +1,245 @@
+"""The servers of a self-test: how each is started, and what can be asked of one that runs.
+
+`python -m leadout.selftest.servers` plans them in a process of its own, because planning imports
+vLLM, which logs to the terminal and may touch the accelerator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leadout.bench.setup import CPU_FLAGS, KV_SPACE, SMALL_KV_SPACE
+from leadout.bench.turns import ArmServer
+from leadout.engine.admin import KEY
+from leadout.engine.child_process import EngineError, Message, Report, answer_requests, run_module
+from leadout.engine.inspection import (
+    INSPECTION,
+    INSPECTION_AND_SWAP,
+    DraftStep,
+    WorkerFacts,
+    facts_of,
+    read_steps,
+)
+from leadout.engine.plugin import SWITCH
+from leadout.engine.server import Server, server_command
+from leadout.engine.settings import WORKER_EXTENSION, ServeSettings
+from leadout.errors import LeadoutError
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+    from leadout.engine.serve_plan import Plan
+
+STOCK, EVERYTHING, REGISTRY, LIVE, CAPTURE = "stock", "everything", "registry", "live", "capture"
+PARTS = (REGISTRY, LIVE, CAPTURE)
+# vLLM logs statistics of CUDA graphs at these intervals, and the table only at this level.
+LOG_SECONDS = 1.0
+_LOGGING = {"VLLM_LOG_STATS_INTERVAL": f"{LOG_SECONDS:g}", "VLLM_LOGGING_LEVEL": "INFO"}
+_DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
+_GRAPH_METRICS = "--cudagraph-metrics"
+_SPECULATION = "--speculative-config"
+
+
+class PlanRequest(Message):
+    target: str
+    drafter: str
+    flags: tuple[str, ...]  # of the user
+    on_cpu: bool
+    registry: Path | None  # None: the drafter cannot be swapped
+    capture: Path
+
+
+class PlannedServer(Message):
+    command: list[str]
+    environment: dict[str, str]
+
+
+class Plans(Message):
+    servers: dict[str, PlannedServer]
+    parts: list[str]  # of Leadout that these flags allow
+    refused: dict[str, str]  # the others, and why
+    resolved: WorkerFacts  # by vLLM without Leadout's parts
+    max_requests: int  # in one step
+
+
+def make_plans(request: PlanRequest) -> Plans:
+    """Plan all servers in a child process; a `LeadoutError` if the pair or a flag is wrong."""
+    return run_module(__spec__.name, request, Plans)
+
+
+def plan_here(request: PlanRequest, _report: Report) -> Plans:
+    from leadout.engine.serve_plan import make_plan
+    from leadout.engine.vllm_flags import vllm_config_of, without_speculation
+
+    flags = [*(CPU_FLAGS if request.on_cpu else ()), *request.flags, _GRAPH_METRICS]
+
+    def plan(*parts: str) -> Plan:
+        has_registry = REGISTRY in parts
+        return make_plan(
+            ServeSettings(
+                target=request.target,
+                draft=None if has_registry else request.drafter,
+                registry=request.registry if has_registry else None,
+                live=LIVE in parts,
+                capture=capture_folder(request.capture, parts) if CAPTURE in parts else None,
+                vllm_flags=tuple(flags),
+            )
+        )
+
+    command = plan().command  # refuses a wrong pair or flag
+    speculation = command[command.index(_SPECULATION) + 1]
+    stock_flags = [*without_speculation(flags), _SPECULATION, speculation]
+    config = vllm_config_of(request.target, stock_flags)
+    servers = {
+        STOCK: PlannedServer(
+            command=server_command(request.target, stock_flags),
+            environment=_environment({SWITCH: "0"}),
+        )
+    }
+    refused: dict[str, str] = {}
+    if request.registry is None:
+        refused[REGISTRY] = "this drafter cannot be swapped: Leadout leaves parts of it to vLLM"
+    for part in PARTS:
+        if part in refused:
+            continue
+        try:
+            servers[part] = _planned(plan(part), inspected=part == REGISTRY)
+        except LeadoutError as problem:
+            refused[part] = str(problem)
+    parts = [part for part in PARTS if part not in refused]
+    servers[EVERYTHING] = _planned(plan(*parts), inspected=True)
+    return Plans(
+        servers=servers,
+        parts=parts,
+        refused=refused,
+        resolved=facts_of(config, None),
+        max_requests=config.scheduler_config.max_num_seqs,
+    )
+
+
+def capture_folder(root: Path, parts: Sequence[str]) -> Path:
+    """The folder into which the server with these parts captures."""
+    return root / "-".join(parts)
+
+
+def _planned(plan: Plan, *, inspected: bool) -> PlannedServer:
+    command, environment = plan.command, {**plan.environment}
+    if inspected:
+        if WORKER_EXTENSION in command:
+            command = [
+                INSPECTION_AND_SWAP if word == WORKER_EXTENSION else word for word in command
+            ]
+        else:
+            command = [*command, "--worker-extension-cls", INSPECTION]
+        environment |= _DEVELOPMENT
+    return PlannedServer(command=command, environment=_environment(environment))
+
+
+def _environment(own: dict[str, str]) -> dict[str, str]:
+    return {**_LOGGING, KV_SPACE: os.environ.get(KV_SPACE, SMALL_KV_SPACE), **own}
+
+
+class TestedServer:
+    """A server that runs, until `stop`."""
+
+    def __init__(
+        self, name: str, plan: PlannedServer, session: ClientSession, log: Path, seconds: float
+    ) -> None:
+        """Starts it, within `seconds`."""
+        self._key = secrets.token_hex(16)
+        self._session, self._log = session, log
+        self._server = Server(
+            plan.command,
+            log=log,
+            environment={**plan.environment, KEY: self._key},
+            startup_seconds=seconds,
+        )
+        began = time.monotonic()
+        self._server.__enter__()
+        self.start_seconds = time.monotonic() - began
+        self.load = ArmServer(name, self._server, session)  # to measure it
+        self.load.resume()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def log_size(self) -> int:
+        return self._log.stat().st_size
+
+    def log_since(self, size: int) -> str:
+        with self._log.open("rb") as file:
+            file.seek(size)
+            return file.read().decode(errors="replace")
+
+    async def facts(self) -> list[WorkerFacts]:
+        """Of every worker."""
+        return [WorkerFacts.model_validate(each) for each in await self._call("leadout_facts")]
+
+    async def metrics(self) -> str:
+        async with self._session.get(f"{self._server.url}/metrics") as response:
+            return await response.text()
+
+    async def complete(self, prompt: str, tokens: int) -> tuple[int, int]:
+        """One request that shares no cache entry with others; tokens of prompt and response."""
+        body = {
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "cache_salt": secrets.token_hex(16),
+        }
+        answer = await self._ask("POST", "/v1/chat/completions", body)
+        usage = answer["usage"]
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+    async def record(
+        self, prompts: Sequence[str], tokens: int, file: Path
+    ) -> list[list[DraftStep]]:
+        """The drafter's steps while each of the prompts is answered alone."""
+        texts = []
+        for prompt in prompts:
+            file.unlink(missing_ok=True)
+            await self._call("leadout_record")
+            await self.complete(prompt, tokens)
+            await self._call("leadout_write_record", str(file))
+            texts.append(read_steps(file) if file.exists() else [])
+        return texts
+
+    async def swap(self, version: int) -> None:
+        await self._ask("POST", "/leadout/swap", {"version": version}, key=self._key)
+
+    async def served_version(self) -> tuple[int, str]:
+        """The version that the server names, and its fingerprint."""
+        answer = await self._ask("GET", "/leadout/drafter", key=self._key)
+        return answer["version"], answer["fingerprint"]
+
+    async def _call(self, method: str, *arguments: str) -> list[Any]:
+        """A method of all workers."""
+        body = {"method": method, "args": arguments}
+        found: list[Any] = (await self._ask("POST", "/collective_rpc", body))["results"]
+        return found
+
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, key: str | None = None
+    ) -> Any:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with (
+            asyncio.timeout(120),
+            self._session.request(
+                method, self._server.url + path, json=body, headers=headers
+            ) as response,
+        ):
+            if response.status != 200:
+                text = (await response.text())[:300]
+                raise EngineError(f"{path} answered {response.status}: {text}")
+            return await response.json()
+
+
+if __name__ == "__main__":
+    answer_requests(PlanRequest, plan_here)
