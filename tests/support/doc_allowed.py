@@ -57,6 +57,10 @@ BY_PAGE: dict[str, Allowed] = {
         (r"of 2 does not mean twice the speed", "an example"),
         (r"half hour is a tenth below|a fifth below", "thresholds of ops/prometheus/alerts.yml"),
     ),
+    "docs/howto/selftest.md": (
+        (r"at least 0\.95 of|of six windows", "rules of leadout.selftest"),
+        (r"the last two servers", "those of the table"),
+    ),
     "docs/howto/serve.md": ((r"1 disables the warning", "a setting"),),
     "docs/howto/train.md": (
         (r"by default 2 for targets below 1B parameters, else 5", "defaults"),

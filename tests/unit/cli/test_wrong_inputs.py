@@ -31,6 +31,7 @@ CASES: list[tuple[str, str, int, str]] = [
     ("no such folder", "data {missing} --prompts {prompts} --out {work}/d", FAILED, "missing"),
     ("no such folder", "train {missing} --data {work} --out {work}/r", FAILED, "missing"),
     ("no such folder", "serve {missing} --draft {drafter} --plan", FAILED, "missing"),
+    ("no such folder", "selftest {missing} {drafter} --out {work}/s.json", FAILED, "missing"),
     ("no such hub model", "check acme/nothing {drafter}", FAILED, "acme/nothing"),
     ("no such hub model", "tune acme/nothing {drafter} --out {work}/t.json", FAILED, "acme"),
     ("no such hub model", "data acme/nothing --prompts {prompts} --out {work}/d", FAILED, "acme"),
@@ -60,6 +61,7 @@ CASES: list[tuple[str, str, int, str]] = [
     ("no such drafter", "tune {target} {missing} --out {work}/t.json", FAILED, "missing"),
     ("no such drafter", "bench {target} --draft {missing} --out {work}/b", FAILED, "missing"),
     ("no such drafter", "serve {target} --draft {missing} --plan", FAILED, "missing"),
+    ("no such drafter", "selftest {target} {missing} --out {work}/s.json", FAILED, "missing"),
     ("no such drafter", "inspect {missing}", FAILED, "missing"),
     ("no such drafter", "convert {missing} {work}/c --to zlab", FAILED, "missing"),
     ("a file as drafter", "inspect {prompts}", FAILED, "prompts.jsonl"),
@@ -88,6 +90,12 @@ CASES: list[tuple[str, str, int, str]] = [
         "out",
     ),
     ("output below a file", "train {target} --data {work} --out {empty_file}/r", FAILED, ""),
+    (
+        "output below a file",
+        "selftest {target} {drafter} --out {empty_file}/s.json",
+        FAILED,
+        "out",
+    ),
     # Prompts.
     (
         "no such prompts",
@@ -202,6 +210,9 @@ CASES: list[tuple[str, str, int, str]] = [
     ("misspelt flag", "env --jsn", FAILED, "--jsn"),
     ("misspelt flag of ours", "serve {target} --drafft {drafter} --plan", FAILED, "--draft"),
     ("missing argument", "check {target}", FAILED, "DRAFTER"),
+    ("missing argument", "selftest {target}", FAILED, "DRAFTER"),
+    ("flags before the pair", "selftest --dtype float32 {target}", FAILED, "before"),
+    ("no time", "selftest {target} {drafter} --minutes 0", FAILED, "--minutes"),
     ("missing option", "data {target} --prompts {prompts}", FAILED, "--out"),
     ("flag without its partner", "serve {target} --draft-tokens 3 --plan", FAILED, "--draft"),
     ("flags that exclude each other", "check {target} {drafter} --static --fix f", FAILED, "--fix"),
