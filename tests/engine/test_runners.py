@@ -12,7 +12,9 @@ import pytest
 
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.dflash.target import Target
+from leadout.engine.inspection import read_steps
 from leadout.pairing import read_target
+from leadout.selftest.checks import compare_drafts
 from support.drafters import TINY_DRAFTER, random_drafter
 from support.engine_drafts import reference_drafts
 from support.faults import FAULTS
@@ -66,14 +68,18 @@ def test_v1_drafts_as_the_reference_does(pair: tuple[Path, Path], on_v1: dict[st
 
 
 def test_v2_runs_our_class_and_drafts_the_same(
-    pair: tuple[Path, Path], on_v1: dict[str, Any]
+    pair: tuple[Path, Path], on_v1: dict[str, Any], tmp_path: Path
 ) -> None:
-    on_v2 = result_of(run(pair, "--v2"))
+    on_v2 = result_of(run(pair, "--v2", "--record", str(tmp_path)))
     assert on_v2["drafter_class"] == "LeadoutDFlashForCausalLM"
     assert on_v2["answers"] == on_v1["answers"]
     # V2 drafts once more after the last token of an answer.
     for mine, theirs in zip(on_v2["drafts"], on_v1["drafts"], strict=True):
         assert mine[: len(theirs)] == theirs
+    # As `leadout selftest` compares them.
+    texts = [read_steps(path) for path in sorted(tmp_path.iterdir())]
+    found = compare_drafts(texts, pair[1], pair[0], "float32")
+    assert found.equal == found.drafts == sum(K * len(drafts) for drafts in on_v2["drafts"])
 
 
 @pytest.mark.parametrize("name", ["tap-beyond-target", "nan-weight"])

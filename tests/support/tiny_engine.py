@@ -1,6 +1,6 @@
 """Runs one small engine in a process of its own and prints what it drafted, as JSON.
 
-    python -m support.tiny_engine MODEL DRAFTER K [--v2] [--tensor-parallel N]
+    python -m support.tiny_engine MODEL DRAFTER K [--v2 [--record FOLDER]] [--tensor-parallel N]
 
 `--v2` runs vLLM's V2 model runner, which needs Triton, in Triton's interpreter: slow and exact.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -40,20 +41,6 @@ def live_engine_arguments(settings: LiveSettings) -> dict[str, Any]:
     return {"scheduler_cls": SCHEDULER, "additional_config": with_section({}, LIVE, settings)}
 
 
-def record_proposals(runner: Any) -> list[list[int]]:
-    """Every block that the V2 runner's speculator proposes; its scheduler sees placeholders."""
-    proposals: list[list[int]] = []
-    propose = runner.speculator.propose
-
-    def listen(*args: Any, **kwargs: Any) -> Any:
-        drafts = propose(*args, **kwargs)
-        proposals.extend(drafts.tolist())
-        return drafts
-
-    runner.speculator.propose = listen
-    return proposals
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
@@ -61,6 +48,7 @@ def main() -> None:
     parser.add_argument("draft_tokens", type=int)
     parser.add_argument("--v2", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--record", type=Path, help="folder for the drafter's steps, with --v2")
     parser.add_argument("--settings", type=json.loads, default={}, help="of vLLM's, as JSON")
     arguments = parser.parse_args()
     if arguments.v2:
@@ -68,6 +56,7 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams
 
+    from leadout.engine.inspection import DraftStepRecorder, write_steps
     from support.engine_drafts import record_drafts
 
     sizes = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, **arguments.settings}
@@ -87,8 +76,7 @@ def main() -> None:
     print("STARTED", flush=True)
     core = llm.llm_engine.engine_core.engine_core
     if arguments.v2:
-        runner = core.model_executor.driver_worker.worker.model_runner
-        proposals = record_proposals(runner)
+        recorder = DraftStepRecorder(core.model_executor.driver_worker.worker.model_runner, "V2")
     else:
         recorded = record_drafts(llm)
     drafter_class = llm.collective_rpc(_class_of_drafter)[0]
@@ -99,8 +87,10 @@ def main() -> None:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         answers.append(list(output.outputs[0].token_ids))
         if arguments.v2:
-            drafts.append(proposals.copy())
-            proposals.clear()
+            drafts.append([step.drafts.tolist() for step in recorder.steps])
+            if arguments.record is not None:
+                write_steps(recorder.steps, arguments.record / f"{len(drafts)}.safetensors")
+            recorder.steps.clear()
         else:
             drafts.append([list(draft.tokens) for draft in recorded])
             recorded.clear()

@@ -53,7 +53,7 @@ EXPECTED = {
 
 
 def expected_of(name: str) -> str:
-    return EXPECTED.get(name, f"at least {1 - MAX_OVERHEAD:.2f} of the speed of stock vLLM")
+    return EXPECTED.get(name, f"at least {1 - MAX_OVERHEAD:.2f} times the speed of stock vLLM")
 
 
 def check_draft_class(workers: Sequence[WorkerFacts]) -> Check:
@@ -242,7 +242,7 @@ def check_capture(folder: Path, requests: Collection[tuple[int, int]]) -> Check:
     missing = left.total()
     numbers = {"captured": len(samples), "missing": missing}
     if not missing:
-        measured = f"{len(samples)} requests in {len(paths)} files"
+        measured = f"{len(samples)} requests, none missing"
         return passed(CAPTURE, expected_of(CAPTURE), measured, **numbers)
     return failed(
         CAPTURE,
@@ -278,7 +278,7 @@ def check_overhead(part: str, ratios: Sequence[float]) -> Check:
         reason = f"{len(ratios)} windows are too few for an interval"
         return not_applicable(name, expected_of(name), reason, ratio=ratio.value)
     numbers = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
-    measured = f"{ratio} of its speed"
+    measured = f"{ratio} times its speed"
     if ratio.high < 1 - MAX_OVERHEAD:
         return failed(
             name,

@@ -10,7 +10,9 @@ with all of the memory that the user's flags give it.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -19,9 +21,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from safetensors.torch import load_file, save_file
+
 from leadout.bench.setup import Arm
 from leadout.bench.turns import choose_turns, in_waves, until_constant, warm_up
-from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
+from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.checkpoints.store import CONFIG
 from leadout.console import Progress
 from leadout.engine.child_process import EngineError
 from leadout.engine.inspection import WorkerFacts
@@ -135,24 +140,33 @@ def publish_versions(pair: Pair, folder: Path) -> Registry | None:
     checkpoint = read_checkpoint(pair.drafter, as_served=True)
     if checkpoint.left_to_vllm or pair.target is None:
         return None
-    weights = load_weights(checkpoint)
-    # The drafter's best token becomes its worst: a swap that does not arrive cannot be missed.
-    weights["norm.weight"] = -weights["norm.weight"]
-    write_checkpoint(
-        folder / "changed",
-        weights,
-        checkpoint.config,
-        checkpoint.format,
-        target_name=checkpoint.target_name,
-        draft_tokens=checkpoint.draft_tokens,
-        kept={**checkpoint.kept, "leadout_selftest": "changed"},
-    )
     registry = Registry(folder / "registry")
     target_fingerprint = fingerprint(pair.target)
     registry.publish(pair.drafter, target_fingerprint=target_fingerprint)
-    registry.publish(folder / "changed", target_fingerprint=target_fingerprint, parent=FIRST)
+    changed = write_changed(checkpoint, folder / "changed")
+    registry.publish(changed, target_fingerprint=target_fingerprint, parent=FIRST)
     registry.point_to(FIRST, "the drafter of the self-test")
     return registry
+
+
+def write_changed(checkpoint: Checkpoint, folder: Path) -> Path:
+    """A copy of a drafter whose best token is the worst, so that a swap cannot be missed.
+
+    Files are copied and not written anew, since published drafters may lack fields that Leadout
+    would require.
+    """
+    folder.mkdir()
+    for path in checkpoint.path.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    norm = checkpoint.tensors.drafter["norm.weight"]
+    tensors = load_file(norm.file)
+    tensors[norm.name] = -tensors[norm.name]
+    save_file(tensors, folder / norm.file.name, metadata={"format": "pt"})
+    # Fingerprints contain only samples of the weights.
+    config = json.loads((folder / CONFIG).read_text())
+    write_text(folder / CONFIG, json.dumps({**config, "leadout_selftest": "changed"}, indent=2))
+    return folder
 
 
 @dataclass

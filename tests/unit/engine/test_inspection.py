@@ -100,7 +100,8 @@ def test_steps_of_the_v2_runner() -> None:
 
 def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
     steps = [
-        DraftStep(torch.arange(n), torch.randn(n, 4), torch.tensor(n), DRAFTS[0]) for n in (3, 1)
+        DraftStep(torch.arange(n), torch.randn(n, 4), torch.tensor(n), DRAFTS[0].clone())
+        for n in (3, 1)
     ]
     write_steps(steps, tmp_path / "steps")
     read = read_steps(tmp_path / "steps")
