@@ -17,8 +17,8 @@ from support.ops_files import rules
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN_PAGES = [page for page in PAGES if page.parent.name != "reference"]
 SOURCE = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-# `leadout serve` passes unknown flags on to vLLM.
-PASSES_FLAGS_ON = "serve"
+# These pass unknown flags on to vLLM.
+PASS_FLAGS_ON = ("serve", "selftest")
 
 
 def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -40,7 +40,7 @@ def unknown(text: str) -> list[str]:
         command = group.commands[name]
         params = command.get_params(typer.Context(command))
         known = {flag for each in params for flag in [*each.opts, *each.secondary_opts]}
-        if name != PASSES_FLAGS_ON:
+        if name not in PASS_FLAGS_ON:
             found += [f"leadout {name} {flag}" for flag in flags if flag not in known]
     return found
 
