@@ -139,9 +139,7 @@ def run_policy(
         for ended in previous - present:
             policy.forget(ended)
         # A new request has just finished its prefill, after which the engine drafts for it too.
-        decision = policy.decide(
-            Batch(requests, np.full(count, drafted), np.full(count, MAX_DRAFTS))
-        )
+        decision = policy.decide(Batch(requests, np.full(count, drafted)))
         probabilities = np.array(slots.probabilities(clock, count))
         verify = np.array(decision.verify)
         accepted = _sample_accepted(rng, probabilities, verify)
@@ -181,7 +179,7 @@ def run_oracle(traffic: Traffic, machine: Machine, batch_size: int, clock_end: f
         if key not in optima:
             costs = machine.table(count, traffic.prefill)
             survival = np.cumprod(np.array(key[0]), axis=1)
-            found = optimise(survival, np.full(count, MAX_DRAFTS), costs)
+            found = optimise(survival, np.ones_like(survival, np.int64), MAX_DRAFTS, costs)
             rung = int(found.rates.argmax())
             best = machine.model.ladder[rung]
             verify = np.full(count, min(drafted, best))

@@ -1,26 +1,30 @@
 """Acceptance probabilities of drafts, estimated online from what the target accepts.
 
 p_j is the probability that the draft at position j is accepted, given that all before it were; the
-product S_j = p_1 · ... · p_j is the survival function. The model keeps exponentially decayed counts
-of trials n_j and acceptances a_j, globally and for each request. Drafts that were not verified, and
-those behind the first rejection, are no trials.
+product S_j = p_1 · ... · p_j is the survival function. Drafts that were not verified, and those
+behind the first rejection, are no trials.
 
-Globally each position is shrunk towards the one before it, which fills positions without trials:
+Requests differ, and so do parts of one request. Each request has a score in [0, 1], an
+exponentially decayed mean of a / t over its steps, with a accepted drafts in t trials, which starts
+at the mean of all traffic m with a weight of w' steps:
 
-    p_j = (a_j + w · p_{j-1}) / (n_j + w),    p_0 = 0.7, w = 1.5 trials
+    score = (Σ a/t + w' · m) / (Σ 1 + w')
 
-A request is shrunk towards the global estimate:
+Requests with similar scores form a group, and each group has its own probabilities, from all trials
+n_j and acceptances a_j of the requests that were in it when they were verified:
 
-    q_j = (a'_j + w' · p_j) / (n'_j + w'),    w' = 4 trials
+    p_j = (a_j + w · c) / (n_j + w),    c: the score in the middle of the group
 
-Sudden changes would take a half-life to show. Two-sided CUSUM detectors therefore watch the
-standardised deviations of all traffic and of each request, and discount history when they fire.
+A group's probabilities are right whatever its scores mean: requests that got a high score by luck
+show in the counts of that group. After a change of traffic, requests move to other groups within a
+few steps, and those already know what to expect; no change has to be detected.
 
-All requests are rows of the same arrays: a step takes the same few numpy calls for any number.
+A step takes the same few numpy calls for any number of requests.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,18 +37,13 @@ from numpy.typing import NDArray
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
-FIRST_PROBABILITY = 0.7  # of the first draft before anything is known: high enough to be tried
-PRIOR_TRIALS = 10.0  # weight of a measured curve at each position
-POSITION_SHRINKAGE = 1.5  # trials; weight of the position before, in the global estimate
-GLOBAL_SHRINKAGE = 4.0  # trials; weight of the global estimate, in that of a request
-HALF_LIFE = 45.0  # of trials, in steps
-# Change detection, in standard deviations: slack of a step, and thresholds of the sums.
-SLACK, GLOBAL_THRESHOLD, REQUEST_THRESHOLD = 0.5, 7.0, 3.5
-MIN_VARIANCE = 0.2  # one lucky draft where none was expected is no change
-TRIALS_AFTER_CHANGE = 3.0  # what history still counts for, at most, at each position
-# Of a larger batch, so many requests are updated in a step and the others in the following ones, so
-# that live control takes no more time than it may.
-REQUESTS_PER_STEP = 64
+GROUPS = 8
+FIRST_SCORE = 0.7  # before anything is known: high enough to be tried
+SCORE_HALF_LIFE = 10.0  # steps
+SCORE_PRIOR_STEPS = 1.0  # w': weight of the mean of all traffic in a request's score
+GROUP_PRIOR_TRIALS = 4.0  # w
+HALF_LIFE = 50.0  # of trials, in steps
+POSITION_PRIOR_TRIALS = 2.0
 _FIRST_ROWS = 64
 
 
@@ -102,11 +101,6 @@ class Outcomes:
         from_lookup: NDArray[np.bool_] | None = None,
     ) -> None:
         """`from_lookup` None: none of them."""
-        if (accepted < 0).any() or (accepted > verified).any():
-            raise ValueError(
-                f"{accepted.tolist()} of {verified.tolist()} verified drafts accepted, expected "
-                "0 <= accepted <= verified"
-            )
         self.request_ids, self.verified, self.accepted = request_ids, verified, accepted
         self.from_lookup = from_lookup
 
@@ -116,6 +110,11 @@ class Outcomes:
         if not rows:
             return cls((), np.zeros(0, np.int64), np.zeros(0, np.int64))
         request_ids, verified, accepted, from_lookup = zip(*rows, strict=True)
+        if not all(0 <= row.accepted <= row.verified for row in rows):
+            raise ValueError(
+                f"{accepted} of {verified} verified drafts accepted, expected "
+                "0 <= accepted <= verified"
+            )
         return cls(
             request_ids,
             np.array(verified, np.int64),
@@ -140,191 +139,132 @@ class Outcomes:
 
 
 class AcceptanceModel:
-    """Survival functions of the drafts of each request."""
+    """Groups of requests, and the survival function of each group's drafts."""
 
     def __init__(self, max_drafts: int, prior: AcceptanceCurve | None = None) -> None:
+        """`prior`: what `leadout tune` measured, expected of new requests."""
         if max_drafts < 1:
             raise ValueError(f"max_drafts is {max_drafts}, expected 1 or more")
         self._max_drafts = max_drafts
-        # [n, j]: whether draft j is among the first n
-        self._first = np.tri(max_drafts + 1, max_drafts, -1)
-        self._square = np.arange(1.0, 2 * max_drafts, 2.0)  # 2j - 1
-        self._counts = np.zeros((2, max_drafts))  # accepted and trials, of all requests together
+        self._decay = 2 ** (-1 / SCORE_HALF_LIFE)
+        self._forget = 2 ** (-1 / HALF_LIFE)
+        # [2, groups, drafts]: trials, and those that were accepted
+        self._counts: Floats = np.zeros((2, GROUPS, max_drafts))
+        self._prior: Floats = np.empty((GROUPS, max_drafts))  # p_j of a group without trials
+        self._prior[:, 0] = (np.arange(GROUPS) + 0.5) / GROUPS
+        self._all_steps, self._all_score = 1.0, FIRST_SCORE  # decayed weight and sum of all traffic
         if prior is not None:
-            self._counts[1] = PRIOR_TRIALS
-            self._counts[0] = PRIOR_TRIALS * np.array(prior.probabilities(max_drafts))
-        self._decay = 2 ** (-1 / HALF_LIFE)
-        self._above = self._below = 0.0  # CUSUM of all traffic
+            probabilities = np.array(prior.probabilities(max_drafts))
+            self._all_score = _expected_score(probabilities.tolist())
+            first = _group(self._all_score)
+            self._counts[0, first] = GROUP_PRIOR_TRIALS
+            self._counts[1, first] = GROUP_PRIOR_TRIALS * probabilities
+        self._survival: Floats | None = None  # None: not computed since the last step
         # By request. Row 0 takes what arrives for requests that have ended.
         self._rows: dict[str, int] = {}
         self._last_batch: tuple[Sequence[str], Ints] = ((), np.zeros(0, np.int64))
         self._free: list[int] = list(range(_FIRST_ROWS - 1, 0, -1))
-        self._state = _RequestArrays.zeros(_FIRST_ROWS, max_drafts)
-        self._next_survival = self._next_observation = 0
-        self.global_probabilities = np.zeros(max_drafts)  # p_j over all requests
-        self._update_global()
+        self._scores, self._steps = np.zeros((2, _FIRST_ROWS))  # decayed sums
+        self._groups = np.zeros(_FIRST_ROWS, np.int64)
 
-    def trials(self, request_ids: Sequence[str]) -> Floats:
-        """Decayed numbers of times that the requests' first drafts were verified."""
-        found: Floats = self._state.trials[self._rows_of(request_ids), 0]
+    @property
+    def survival(self) -> Floats:
+        """[groups, j]: the probability that drafts 1 to j + 1 of a request are all accepted."""
+        if self._survival is None:
+            estimate, mean, weight = FIRST_SCORE, [], POSITION_PRIOR_TRIALS
+            for trials, accepted in zip(*self._counts.sum(axis=1).tolist(), strict=True):
+                estimate = (accepted + weight * estimate) / (trials + weight)
+                mean.append(estimate)
+            self._prior[:, 1:] = mean[1:]
+            found = self._counts[1] + GROUP_PRIOR_TRIALS * self._prior
+            found /= self._counts[0] + GROUP_PRIOR_TRIALS
+            self._survival = np.cumprod(found, axis=1)
+        return self._survival
+
+    def groups(self, request_ids: Sequence[str]) -> Ints:
+        """[requests]: the group of each."""
+        rows = self._rows_of(request_ids)  # may replace the arrays by larger ones
+        found: Ints = self._groups[rows]
         return found
 
-    def survival(self, request_ids: Sequence[str]) -> Floats:
-        """[requests, j]: probability that drafts 1 to j + 1 of a request are all accepted."""
-        rows, state = self._rows_of(request_ids), self._state
-        part, self._next_survival, _ = _turn(len(rows), self._next_survival)
-        some = rows[part]
-        estimate = state.trials[some]
-        estimate += GLOBAL_SHRINKAGE
-        np.divide(
-            state.accepted[some] + GLOBAL_SHRINKAGE * self.global_probabilities,
-            estimate,
-            out=estimate,
-        )
-        np.cumprod(estimate, axis=1, out=estimate)
-        state.survival[some] = estimate
-        return estimate if len(some) == len(rows) else state.survival[rows]
+    def has_trials(self, request_id: str) -> bool:
+        row = self._rows.get(request_id)
+        return row is not None and bool(self._steps[row])
 
     def observe(self, outcomes: Outcomes) -> None:
-        """One step of the whole batch. Only requests whose survival was asked for are known."""
+        """One step of the whole batch. Only requests whose group was asked for are known."""
         verified, accepted = outcomes.verified, outcomes.accepted
-        self._observe_requests(outcomes)
-        reached = np.minimum(accepted + 1, verified)
-        # [j]: requests that verified draft j after all before it were accepted, and accepted it
-        trials, hits = (
-            np.bincount(each, minlength=self._max_drafts + 1)[:0:-1].cumsum()[::-1]
-            for each in (reached, accepted)
-        )
-        if not trials[0]:
+        if not verified.any():
             return
-        expected = self.global_probabilities
-        deviation = float((hits - trials * expected).sum())
-        variance = float((trials * expected * (1 - expected)).sum())
-        if self._detects_change(deviation / max(variance, 0.05) ** 0.5):
-            self.discount_history()
-        self._counts *= self._decay
-        self._counts[0] += hits
-        self._counts[1] += trials
-        self._update_global()
-
-    def discount_history(self) -> None:
-        """Traffic has changed: let what was learnt before count for little."""
-        self._counts *= _share_kept(self._counts[1])
-        self._state.discount(slice(None))
-        self._update_global()
+        if outcomes.request_ids == self._last_batch[0]:  # as in most steps
+            rows = self._last_batch[1]
+        else:
+            known = self._rows
+            rows = np.array([known.get(each, 0) for each in outcomes.request_ids], np.int64)
+        reached = np.minimum(accepted + 1, verified)
+        self._count(self._groups[rows], reached, accepted)
+        weights = (verified > 0).astype(np.float64)
+        shares = accepted / np.maximum(reached, 1)
+        self._all_steps = self._decay * self._all_steps + float(weights.sum())
+        self._all_score = self._decay * self._all_score + float(shares.sum())
+        steps = self._decay * self._steps[rows] + weights
+        scores = self._decay * self._scores[rows] + shares
+        self._steps[rows], self._scores[rows] = steps, scores
+        mean = self._all_score / self._all_steps
+        scores += SCORE_PRIOR_STEPS * mean
+        scores *= GROUPS / (steps + SCORE_PRIOR_STEPS)
+        self._groups[rows] = np.minimum(scores, GROUPS - 1)
 
     def forget(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
         if row is not None:
-            self._state.clear(row)
             self._free.append(row)
             self._last_batch = ((), self._last_batch[1])
 
+    def _count(self, groups: Ints, reached: Ints, accepted: Ints) -> None:
+        """Add a step's trials and acceptances to the groups that the requests were in."""
+        width = self._max_drafts + 1
+        cells = np.concatenate([groups * width + reached, (groups + GROUPS) * width + accepted])
+        found = np.bincount(cells, minlength=2 * GROUPS * width).reshape(2, GROUPS, width)
+        # From the requests with exactly n drafts to those with at least so many.
+        self._counts *= self._forget
+        self._counts += found[:, :, :0:-1].cumsum(axis=2)[:, :, ::-1]
+        self._survival = None
+
     def _rows_of(self, request_ids: Sequence[str]) -> Ints:
-        if request_ids == self._last_batch[0]:  # as in most steps
+        if request_ids == self._last_batch[0]:
             return self._last_batch[1]
         known = self._rows
-        for each in request_ids:
-            if each not in known:
-                known[each] = self._new_row()
-        rows = np.array([known[each] for each in request_ids], np.int64)
+        if not known.keys() >= set(request_ids):
+            for each in request_ids:
+                if each not in known:
+                    known[each] = self._new_row()
+        rows = np.array(array("q", map(known.__getitem__, request_ids)))
         self._last_batch = (request_ids, rows)
         return rows
 
     def _new_row(self) -> int:
         if not self._free:
-            size = len(self._state.trials)
-            self._state = self._state.doubled()
+            size = len(self._steps)
+            self._scores, self._steps, self._groups = (
+                np.concatenate([each, np.zeros_like(each)])
+                for each in (self._scores, self._steps, self._groups)
+            )
             self._free = list(range(2 * size - 1, size - 1, -1))
         row = self._free.pop()
-        self._state.survival[row] = np.cumprod(self.global_probabilities)
+        self._scores[row] = self._steps[row] = 0.0
+        self._groups[row] = _group(self._all_score / self._all_steps)
         return row
 
-    def _observe_requests(self, outcomes: Outcomes) -> None:
-        known, state = self._rows, self._state
-        part, self._next_observation, turns = _turn(
-            len(outcomes.request_ids), self._next_observation
-        )
-        if outcomes.request_ids == self._last_batch[0]:
-            rows = self._last_batch[1][part]
-        else:
-            rows = np.array([known.get(each, 0) for each in outcomes.request_ids[part]], np.int64)
-        verified, accepted = outcomes.verified[part], outcomes.accepted[part]
-        if verified.any():
-            # Of N accepted drafts, E[N] = Σ S_j and E[N²] = Σ (2j - 1) S_j.
-            survival = state.survival[rows]
-            survival *= self._first[verified]
-            mean = survival.sum(axis=1)
-            variance = np.maximum(survival @ self._square - mean * mean, MIN_VARIANCE)
-            deviation = np.where(verified, (accepted - mean) / np.sqrt(variance), 0.0)
-            above = np.maximum(state.above[rows] + deviation - SLACK, 0.0)
-            below = np.maximum(state.below[rows] - deviation - SLACK, 0.0)
-            changed = np.maximum(above, below) > REQUEST_THRESHOLD
-            if changed.any():
-                above[changed] = below[changed] = 0.0
-                state.discount(rows[changed])
-            state.above[rows], state.below[rows] = above, below
-        decay = self._decay**turns
-        state.accepted[rows] = state.accepted[rows] * decay + self._first[accepted]
-        reached = np.minimum(accepted + 1, verified)
-        state.trials[rows] = state.trials[rows] * decay + self._first[reached]
 
-    def _detects_change(self, deviation: float) -> bool:
-        self._above = max(self._above + deviation - SLACK, 0.0)
-        self._below = max(self._below - deviation - SLACK, 0.0)
-        if max(self._above, self._below) <= GLOBAL_THRESHOLD:
-            return False
-        self._above = self._below = 0.0
-        return True
-
-    def _update_global(self) -> None:
-        estimate, found = FIRST_PROBABILITY, []
-        for accepted, trials in self._counts.T.tolist():
-            estimate = (accepted + POSITION_SHRINKAGE * estimate) / (trials + POSITION_SHRINKAGE)
-            found.append(estimate)
-        self.global_probabilities = np.array(found)
+def _expected_score(probabilities: Sequence[float]) -> float:
+    """Of a step that verifies so many drafts, if they are accepted with these probabilities."""
+    survival, found = 1.0, 0.0
+    for accepted, probability in enumerate(probabilities):
+        found += survival * (1 - probability) * accepted / (accepted + 1)
+        survival *= probability
+    return found + survival
 
 
-@dataclass(slots=True)
-class _RequestArrays:
-    """What is known about requests, a row for each."""
-
-    accepted: Floats  # [rows, drafts], decayed
-    trials: Floats  # [rows, drafts], decayed
-    survival: Floats  # [rows, drafts], as last computed
-    above: Floats  # [rows], CUSUM of deviations
-    below: Floats  # [rows]
-
-    @classmethod
-    def zeros(cls, rows: int, max_drafts: int) -> _RequestArrays:
-        accepted, trials, survival = np.zeros((3, rows, max_drafts))
-        return cls(accepted, trials, survival, np.zeros(rows), np.zeros(rows))
-
-    def doubled(self) -> _RequestArrays:
-        arrays = (self.accepted, self.trials, self.survival, self.above, self.below)
-        return _RequestArrays(*(np.concatenate([each, np.zeros_like(each)]) for each in arrays))
-
-    def discount(self, rows: Ints | slice) -> None:
-        kept = _share_kept(self.trials[rows])
-        self.accepted[rows] *= kept
-        self.trials[rows] *= kept
-
-    def clear(self, row: int) -> None:
-        self.accepted[row] = self.trials[row] = 0.0
-        self.above[row] = self.below[row] = 0.0
-
-
-def _share_kept(trials: Floats) -> Floats:
-    return np.minimum(1.0, TRIALS_AFTER_CHANGE / np.maximum(trials, 1e-9))
-
-
-def _turn(count: int, start: int) -> tuple[slice, int, int]:
-    """The requests of a batch whose turn it is, where the next turn starts, and turns in all."""
-    if count <= REQUESTS_PER_STEP:
-        return slice(0, count), 0, 1
-    start = start if start < count else 0
-    return (
-        slice(start, start + REQUESTS_PER_STEP),
-        start + REQUESTS_PER_STEP,
-        -(-count // REQUESTS_PER_STEP),
-    )
+def _group(score: float) -> int:
+    return min(int(score * GROUPS), GROUPS - 1)

@@ -132,56 +132,57 @@ class Optimum:
     min_survival: Floats  # [rungs]
 
 
-LEVELS = 64  # survival probabilities that are told apart as thresholds
+def optimise(survival: Floats, counts: Ints, lowest_limit: int, costs: StepCostTable) -> Optimum:
+    """The best of uniform and mixed steps, for each rung.
 
-
-def optimise(survival: Floats, limits: Ints, costs: StepCostTable) -> Optimum:
-    """`survival` [requests, drafts]; `limits` [requests]: the maximum for each request."""
-    batch_size, max_drafts = survival.shape
+    `survival` [groups, drafts] is that of groups of requests; `counts` [groups, drafts or 1]:
+    requests of a group that may verify so many drafts. `lowest_limit` is the lowest of a request.
+    """
+    batch_size, max_drafts = costs.batch_size, survival.shape[1]
     ladder = costs.ladder
-    lowest = int(limits.min())
-    if lowest < max_drafts:
-        survival = survival * (np.arange(max_drafts) < limits[:, None])
-    by_drafts = np.full(max_drafts + 1, float(batch_size))
-    by_drafts[1:] += survival.sum(axis=0).cumsum()
-    tokens = by_drafts[ladder]
-    uniform = tokens / (costs.uniform + costs.draft)
-    if lowest < max_drafts:
+    by_drafts = np.empty(max_drafts + 1)
+    by_drafts[0] = 0.0
+    (survival * counts).sum(axis=0).cumsum(out=by_drafts[1:])
+    tokens = by_drafts[ladder] + batch_size
+    rates: Floats = tokens / (costs.uniform + costs.draft)
+    if lowest_limit < max_drafts:
         # Longer drafts for some requests only: no step can be uniform there.
-        uniform[ladder > lowest] = 0.0
+        rates[ladder > lowest_limit] = 0.0
+    min_survival = np.zeros(len(ladder))
+    if batch_size == 1:
+        return Optimum(rates, min_survival)
     # A mixed step yields at most the tokens of a uniform one, and costs at least this.
     possible = tokens[1:] / (costs.mixed.min() + costs.draft[1:])
-    if batch_size == 1 or possible.max() <= uniform.max():
-        return Optimum(uniform, np.zeros(len(ladder)))
-    # Mixed steps: the number of drafts above each threshold and their sum, for all thresholds and
-    # all rungs at once. Squared levels, as most thresholds of interest are low.
-    bins = (np.sqrt(survival) * LEVELS).astype(np.int64)
-    bins += np.arange(0, max_drafts * (LEVELS + 1), LEVELS + 1)
-    size = max_drafts * (LEVELS + 1)
-    counts = np.bincount(bins.ravel(), minlength=size).reshape(max_drafts, -1)
-    sums = np.bincount(bins.ravel(), survival.ravel(), minlength=size).reshape(max_drafts, -1)
-    rungs = ladder[1:] - 1
-    # [rungs, levels], from the highest level down; level 0 also holds what a limit excludes.
-    above = counts.cumsum(axis=0)[rungs, :0:-1].cumsum(axis=1)
-    gained = sums.cumsum(axis=0)[rungs, :0:-1].cumsum(axis=1)
-    seconds = np.where(above, costs.mixed_seconds(above), costs.uniform[0])
-    mixed = (batch_size + gained) / (seconds + costs.draft[1:, None])
-    best = mixed.argmax(axis=1)
-    highest = mixed[np.arange(len(rungs)), best]
-    is_mixed = highest > uniform[1:]
-    uniform[1:] = np.where(is_mixed, highest, uniform[1:])
-    min_survival = np.zeros(len(ladder))
-    min_survival[1:] = np.where(is_mixed, ((LEVELS - best) / LEVELS) ** 2, 0.0)
-    return Optimum(uniform, min_survival)
+    (rungs,) = np.nonzero(possible > rates.max())
+    if not len(rungs):
+        return Optimum(rates, min_survival)
+    rungs += 1
+    # Mixed steps: all drafts by falling survival; of these, those that a rung has. [rungs, drafts]
+    (present,) = np.nonzero(np.any(counts, axis=1))
+    flat = survival[present].ravel()
+    order = np.argsort(-flat, kind="stable")
+    each = np.broadcast_to(counts[present], (len(present), max_drafts)).ravel()[order]
+    flat = flat[order]
+    included = order % max_drafts < ladder[rungs, None]
+    verified = (included * each).cumsum(axis=1)
+    gained = (included * (each * flat)).cumsum(axis=1)
+    seconds = np.where(verified, costs.mixed_seconds(verified), costs.uniform[0])
+    mixed = (batch_size + gained) / (seconds + costs.draft[rungs, None])
+    highest = mixed.max(axis=1)
+    is_mixed = highest > rates[rungs]
+    rates[rungs] = np.where(is_mixed, highest, rates[rungs])
+    min_survival[rungs] = np.where(is_mixed, flat[mixed.argmax(axis=1)], 0.0)
+    return Optimum(rates, min_survival)
 
 
 KNEE_TOKENS = (64, 256)  # tokens of a pass beyond which each may cost more
 OBSERVATION_NOISE = 0.1  # standard deviation of a measured step, relative
 OUTLIER_SIGMAS = 4.0
 OUTLIERS_BEFORE_RESET = 6  # consecutive slow outliers that are a change and no accident
-# Initial standard deviations of the state, relative to a bare step with one request: of what a step
-# costs in itself, of what eight more requests or drafts cost, and of the jump at one rung.
+# Initial standard deviations of the state, relative to a bare step with one request: of what a kind
+# of step costs in itself, of what eight more requests or drafts cost, and of the jump at one rung.
 LEVEL_STD, SLOPE_STD, JUMP_STD = 0.5, 0.1, 0.1
+MIXED_STD = 2.0  # wide: its prior is a guess even next to measured curves
 # Steps after which a coefficient that is not observed is as uncertain as at the start.
 PROCESS_NOISE_STEPS = 200_000.0
 # Prior without measured curves, relative to the first step: for drafting at all, and per draft.
@@ -200,7 +201,7 @@ class StepCostFilter:
 
         observation model   y = prior(b, n, k) + h·x + v,    v ~ N(0, R)
         features            h = [1, b/8, n/8, knee_64(b + n), knee_256(b + n), k > 0, b·k/8,
-                                 t > 0, t/64, mixed, rung_1, ..., rung_R]
+                                 t/64, mixed, rung_1, ..., rung_R]
                             with knee_t(m) = max(0, (m - t) / t); mixed and rungs are 0 or 1
         observation noise   R = (0.1 · max(prior + h·x, 0.2 · prior))²
         initial state       x = 0,  P = diag((std · baseline)²)
@@ -232,8 +233,8 @@ class StepCostFilter:
         self._prior_mixed = PRIOR_MIXED if has_graphs else 0.0
         level, slope = LEVEL_STD, SLOPE_STD
         self._std = np.array(
-            [level, slope, slope, level, level, level, slope, level, level]
-            + [JUMP_STD] * len(ladder)
+            [level, slope, slope, level, level, level, slope, level, MIXED_STD]
+            + [JUMP_STD] * (len(ladder) - 1)
         )
         self._state = np.zeros(len(self._std))
         self._covariance: Floats = np.zeros((len(self._std), len(self._std)))
@@ -251,12 +252,8 @@ class StepCostFilter:
         """False before the first step of an engine without measured costs."""
         return self._scale > 0
 
-    def table(self, batch_size: int, prefill: int = 0, *, optimism: float = 0.0) -> StepCostTable:
-        """The costs at a batch size, of steps that also process `prefill` tokens of prompts.
-
-        `optimism`: standard deviations by which the cost of uniform steps with drafts is
-        underestimated.
-        """
+    def table(self, batch_size: int, prefill: int = 0) -> StepCostTable:
+        """The costs at a batch size, of steps that also process `prefill` tokens of prompts."""
         law = self._laws.get(batch_size)
         if law is None:
             law = self._laws[batch_size] = self._law(batch_size)
@@ -265,17 +262,8 @@ class StepCostFilter:
         uniform, mixed, draft = seconds.reshape(3, -1)
         # The rows of `draft` are steps that verify nothing.
         draft = np.maximum(draft - uniform[0], 0.0)
-        if optimism:
-            # Of steps that verify and draft the same rung. Not of what they cost more than those
-            # that do neither: that stays uncertain as long as no step is without drafts, and then
-            # there would never be one.
-            rows = features[: len(uniform)] + features[2 * len(uniform) :] - features[0]
-            variance = ((rows @ self._covariance) * rows).sum(axis=1)
-            variance[0] = 0.0
-            lower = uniform - optimism * np.sqrt(np.maximum(variance, 0.0))
-            uniform = np.maximum(lower, MIN_SHARE_OF_PRIOR * uniform)
         if prefill:
-            other = max(0.0, float(self._state[7] + self._state[8] * prefill / 64))
+            other = max(0.0, float(self._state[7]) * prefill / 64)
             uniform, mixed = uniform + other, mixed + other
         return StepCostTable(batch_size, self.ladder, uniform, mixed, draft)
 
@@ -334,20 +322,19 @@ class StepCostFilter:
         tokens = batch_size + drafts
         found = np.zeros(len(self._std))
         knees = [max(0.0, (tokens - knee) / knee) for knee in KNEE_TOKENS]
-        found[:9] = (
+        found[:8] = (
             1.0,
             batch_size / 8,
             drafts / 8,
             *knees,
             1.0 if k else 0.0,
             batch_size * k / 8,
-            1.0 if prefill else 0.0,
             prefill / 64,
         )
         if drafts:
             # Lengths off the ladder have no graph either.
             rung = 0 if is_mixed else self._rung.get(drafts // batch_size, 0)
-            found[9 + rung] = 1.0
+            found[8 + rung] = 1.0
         return found
 
     def _law(self, batch_size: int) -> tuple[Floats, Floats]:

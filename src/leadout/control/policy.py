@@ -3,8 +3,8 @@
 `Policy.decide` is called before a step and `Policy.observe` after it. Each decision maximises the
 expected tokens per second:
 
-1. `acceptance_model` estimates the survival function of each request's drafts, `cost_model` the
-   seconds of a step.
+1. `acceptance_model` estimates the survival function of the drafts of each group of requests,
+   `cost_model` the seconds of a step.
 2. K, the number of tokens drafted for each request, is the rung of the ladder with the highest
    throughput. The ladder holds the lengths for which the engine has captured graphs.
 3. Of the drafts at hand, every request verifies the same number, a rung again, so that the step
@@ -14,7 +14,7 @@ expected tokens per second:
 4. If no K beats K = 0, nothing would be learnt about acceptance. A probe then drafts and verifies a
    little every now and then (`ProbeScheduler`), for a fixed share of the time. A successful probe
    is followed by another at once, until the estimate has changed or one fails.
-5. Without measured costs, the first steps at each batch size are spent on measuring each rung.
+5. Without measured costs, one step at each size of batch and each rung measures it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from leadout.control.acceptance_model import (
+    GROUPS,
     AcceptanceCurve,
     AcceptanceModel,
     DraftOutcome,
@@ -37,13 +38,12 @@ from leadout.control.acceptance_model import (
 from leadout.control.cost_model import StepCostFilter, StepCosts, StepCostTable, optimise
 
 # Exploration: steps taken to learn acceptance or costs rather than because they are the fastest.
-# Standard deviations by which costs are underestimated: a rung that was measured too slow by
-# accident is tried again, until its cost is known.
-OPTIMISM = 1.0
-PROBE_TIME_SHARE = 0.02
+PROBE_TIME_SHARE = 0.01
 MAX_PROBE_COST = 0.25  # of a probe larger than the smallest, in baseline steps
 MAX_PROBE_INTERVAL = 200  # steps
-PRIOR_REJECTIONS = 2  # added to what a series of probes has shown
+# From so many requests on, a step with drafts either plans or learns, in turns: both together would
+# keep the scheduler too long, and neither K nor what is known changes much within a step.
+LARGE_BATCH = 64
 
 
 def ladder_up_to(max_drafts: int) -> tuple[int, ...]:
@@ -74,9 +74,13 @@ class Batch:
     __slots__ = ("available", "limits", "lookup", "request_ids")
 
     def __init__(
-        self, request_ids: Sequence[str], available: Ints, limits: Ints, lookup: Ints | None = None
+        self,
+        request_ids: Sequence[str],
+        available: Ints,
+        limits: Ints | None = None,
+        lookup: Ints | None = None,
     ) -> None:
-        """`lookup` None: prompt lookup has found nothing."""
+        """`limits` None: no request has one; `lookup` None: prompt lookup has found nothing."""
         self.request_ids, self.available = request_ids, available
         self.limits, self.lookup = limits, lookup
 
@@ -84,7 +88,7 @@ class Batch:
     def of(cls, requests: Iterable[DecodingRequest]) -> Batch:
         rows = list(requests)
         if not rows:
-            return cls((), np.zeros(0, np.int64), np.zeros(0, np.int64))
+            return cls((), np.zeros(0, np.int64))
         request_ids, available, limits, lookup = zip(*rows, strict=True)
         return cls(
             request_ids,
@@ -108,6 +112,15 @@ class Decision:
     is_probe: bool
     gain: float | None
     use_lookup: tuple[bool, ...]
+
+
+class Plan(NamedTuple):
+    """What was decided last, for one step or two."""
+
+    rate: float  # tokens per second
+    gain: float  # over K = 0
+    lengths: Ints | None  # [groups]: the drafts to verify in a mixed step; None: K
+    costs: StepCostTable
 
 
 class Policy:
@@ -140,6 +153,8 @@ class Policy:
         self._pending_probe: Probe | None = None  # drafted, not yet verified
         self._is_off = False
         self._prefill = 0  # tokens of prompts in the last step
+        self._plan: Plan | None = None
+        self._is_planning = False  # in this step, and not learning
         self._no_lookup: tuple[bool, ...] = ()
 
     def decide(self, requests: Batch | Sequence[DecodingRequest]) -> Decision:
@@ -149,42 +164,45 @@ class Policy:
             return Decision((), self._k, False, None, ())
         if len(self._no_lookup) != batch_size:
             self._no_lookup = (False,) * batch_size
-        limits = np.minimum(batch.limits, self._max_drafts)
-        available = np.minimum(batch.available, limits)
-        max_drafts = int(limits.max())
+        available, limits = batch.available, batch.limits
+        lowest = highest = self._max_drafts
+        if limits is not None:
+            limits = np.minimum(limits, self._max_drafts)
+            lowest, highest = int(limits.min()), int(limits.max())
+            available = np.minimum(available, limits)
         surveyed_k = self._survey.requested_k(batch_size)
         if surveyed_k is not None:
-            surveyed_k = max(k for k in self.ladder if k <= min(surveyed_k, max_drafts))
+            surveyed_k = max(k for k in self.ladder if k <= min(surveyed_k, highest))
         if not self.costs.has_estimate:
             verify = tuple(available.tolist())
             return Decision(verify, surveyed_k or 0, False, None, self._no_lookup)
-        costs = self.costs.table(batch_size, self._prefill, optimism=OPTIMISM)
-        survival = self.acceptance.survival(batch.request_ids)
-        optimum = optimise(survival, limits, costs)
-        rung = self._choose(optimum.rates, max_drafts)
-        rate = float(optimum.rates[rung])
+        groups = self.acceptance.groups(batch.request_ids)
+        takes_turns = batch_size >= LARGE_BATCH and not self._is_off and surveyed_k is None
+        is_learning = takes_turns and self._is_planning
+        self._is_planning = takes_turns and not is_learning
+        if self._plan is None or not is_learning:
+            self._plan = self._new_plan(batch_size, groups, limits, lowest, highest)
+        plan = self._plan
         use_lookup = self._no_lookup
-        if self._is_off and self._pending_probe is not None and available.any():
-            verify_counts = self._pending_probe.share_out(
-                available, self.acceptance.trials(batch.request_ids)
-            )
-        elif surveyed_k is not None:
+        if surveyed_k is not None:
             verify_counts = available
+        elif self._is_off:
+            probed_k = self._pending_probe.k if self._pending_probe is not None else 0
+            verify_counts = np.minimum(available, probed_k)
         else:
-            min_survival = float(optimum.min_survival[rung])
-            verify_counts = self._drafts_to_verify(survival, available, min_survival)
-            if batch.lookup is not None:
-                lookup = np.minimum(batch.lookup, limits)
-                verify_counts, use_lookup = self._prefer_lookup(
-                    batch.request_ids, lookup, survival, verify_counts, costs, rate
-                )
+            enough = self._k if plan.lengths is None else plan.lengths[groups]
+            verify_counts = np.minimum(available, enough)
+        is_probed = self._is_off and bool(verify_counts.any())
+        if batch.lookup is not None and surveyed_k is None and not is_probed:
+            verify_counts, use_lookup = self._prefer_lookup(
+                batch, limits, groups, verify_counts, plan
+            )
         draft, is_probe = self._k if surveyed_k is None else surveyed_k, False
-        if self._is_off and surveyed_k is None and max_drafts >= self.ladder[1]:
-            probe = Probe.affordable(costs, max_drafts)
+        if self._is_off and surveyed_k is None and highest >= self.ladder[1]:
+            probe = Probe.affordable(plan.costs, highest)
             if self._probes.is_due(probe):
                 self._pending_probe, draft, is_probe = probe, probe.k, True
-        gain = rate / float(optimum.rates[0])
-        return Decision(tuple(verify_counts.tolist()), draft, is_probe, gain, use_lookup)
+        return Decision(tuple(verify_counts.tolist()), draft, is_probe, plan.gain, use_lookup)
 
     def observe(
         self,
@@ -201,12 +219,10 @@ class Policy:
         found = outcomes if isinstance(outcomes, Outcomes) else Outcomes.of(outcomes)
         batch_size = len(found.request_ids)
         self._prefill = prefill
-        if not batch_size:
+        if not batch_size or self._is_planning:
             return
         drafts = int(found.verified.sum())
-        is_mixed = drafts != batch_size * int(found.verified[0]) or bool(
-            (found.verified != found.verified[0]).any()
-        )
+        is_mixed = bool(found.verified.min() != found.verified.max())
         drafted, lookup = found.split()
         if self._is_off and self._pending_probe is not None and drafted.verified.any():
             self._observe_probe(drafted, batch_size)
@@ -222,6 +238,17 @@ class Policy:
         self.acceptance.forget(request_id)
         self._lookup_acceptance.forget(request_id)
 
+    def _new_plan(
+        self, batch_size: int, groups: Ints, limits: Ints | None, lowest: int, highest: int
+    ) -> Plan:
+        costs = self.costs.table(batch_size, self._prefill)
+        survival = self.acceptance.survival
+        optimum = optimise(survival, self._counts(groups, limits), lowest, costs)
+        rung = self._choose(optimum.rates, highest)
+        rate, min_survival = float(optimum.rates[rung]), float(optimum.min_survival[rung])
+        lengths: Ints | None = (survival >= min_survival).sum(axis=1) if min_survival else None
+        return Plan(rate, rate / float(optimum.rates[0]), lengths, costs)
+
     def _choose(self, rates: Floats, max_drafts: int) -> int:
         """The rung with the highest throughput; sets K."""
         rung = int(rates[: bisect_right(self.ladder, max_drafts)].argmax())
@@ -232,30 +259,34 @@ class Policy:
         self._is_off = not self._k
         return rung
 
-    def _drafts_to_verify(self, survival: Floats, available: Ints, min_survival: float) -> Ints:
-        if self._is_off:
-            return np.zeros_like(available)
-        if min_survival:
-            worthwhile: Ints = (survival >= min_survival).sum(axis=1)
-            return np.minimum(worthwhile, available)
-        return np.minimum(available, self._k)
+    def _counts(self, groups: Ints, limits: Ints | None) -> Ints:
+        """[groups, drafts]: requests of each group that may verify so many drafts."""
+        if limits is None:
+            return np.bincount(groups, minlength=GROUPS)[:, None]
+        width = self._max_drafts + 1
+        found = np.bincount(groups * width + limits, minlength=GROUPS * width)
+        counts: Ints = found.reshape(GROUPS, width)[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        return counts
 
     def _prefer_lookup(
         self,
-        request_ids: Sequence[str],
-        lookup: Ints,
-        survival: Floats,
+        batch: Batch,
+        limits: Ints | None,
+        groups: Ints,
         verify: Ints,
-        costs: StepCostTable,
-        rate: float,
+        plan: Plan,
     ) -> tuple[Ints, tuple[bool, ...]]:
         """Replace the drafter's drafts by those from prompt lookup where more should be accepted.
 
-        Time is valued at `rate`, the tokens per second of the whole.
+        Time is valued at the tokens per second of the whole.
         """
-        found = self._lookup_acceptance.survival(request_ids)
+        rate, costs = plan.rate, plan.costs
+        survival, model = self.acceptance.survival[groups], self._lookup_acceptance
+        found = model.survival[model.groups(batch.request_ids)]
         per_draft = (costs.mixed[-1] - costs.mixed[0]) / (self._max_drafts * costs.batch_size)
-        lookup = np.minimum(lookup, (found >= rate * per_draft).sum(axis=1))
+        lookup = np.minimum(batch.lookup, (found >= rate * per_draft).sum(axis=1))
+        if limits is not None:
+            lookup = np.minimum(lookup, limits)
         positions = np.arange(self._max_drafts)
         gained = (found * (positions < lookup[:, None])).sum(axis=1)
         gained -= (survival * (positions < verify[:, None])).sum(axis=1)
@@ -269,59 +300,31 @@ class Policy:
         return replaced, tuple(use.tolist())
 
     def _observe_probe(self, outcomes: Outcomes, batch_size: int) -> None:
+        self._pending_probe = None
         accepted = int(outcomes.accepted.sum())
         rejected = int((outcomes.accepted < outcomes.verified).sum())
-        self._pending_probe = None
         table = self.costs.table(batch_size, self._prefill)
-        if self._probes.probe_succeeded(accepted, accepted + rejected, table):
-            self.acceptance.discount_history()
+        self._probes.observe(accepted, accepted + rejected, table)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An exploratory draft: k tokens for each request.
-
-    All requests verify it (`drafts` None), or as many as `drafts` in all.
-    """
+    """An exploratory draft: k tokens for each request, verified by all of them."""
 
     k: int
-    drafts: int | None
     cost: float  # in baseline steps
 
     @classmethod
     def affordable(cls, costs: StepCostTable, max_drafts: int) -> Probe:
-        """The longest probe that stays cheap, verified by all requests or by some.
+        """The longest probe that stays cheap, or the cheapest.
 
         `max_drafts` is at least the first rung above 0.
         """
-        ladder = costs.ladder
-        count = int((ladder <= max_drafts).sum())
-        drafting = costs.draft[1:count] - costs.draft[0]
-        uniform = (drafting + costs.uniform[1:count] - costs.uniform[0]) / costs.baseline
-        # For one request; more of them as far as the limit goes.
-        some = ladder[1:count]
-        mixed = (drafting + costs.mixed_seconds(some) - costs.uniform[0]) / costs.baseline
-        cheap = np.flatnonzero((uniform <= MAX_PROBE_COST) | (mixed <= MAX_PROBE_COST))
-        index = int(cheap[-1]) if len(cheap) else int(np.minimum(uniform, mixed).argmin())
-        k = int(some[index])
-        if uniform[index] <= max(MAX_PROBE_COST, mixed[index]):
-            return cls(k, None, float(uniform[index]))
-        drafts = np.arange(k, k * costs.batch_size + 1, k)
-        seconds = costs.mixed_seconds(drafts) - costs.uniform[0] + drafting[index]
-        within = np.flatnonzero(seconds <= MAX_PROBE_COST * costs.baseline)
-        last = int(within[-1]) if len(within) else 0
-        return cls(k, int(drafts[last]), float(seconds[last]) / costs.baseline)
-
-    def share_out(self, available: Ints, trials: Floats) -> Ints:
-        """The drafts that each request verifies: those with the fewest trials come first."""
-        limited = np.minimum(available, self.k)
-        if self.drafts is None:
-            return limited
-        order = np.argsort(trials, kind="stable")
-        before = np.cumsum(limited[order]) - limited[order]
-        verify = np.zeros_like(limited)
-        verify[order] = np.clip(self.drafts - before, 0, limited[order])
-        return verify
+        count = int((costs.ladder <= max_drafts).sum())
+        spent = (costs.draft + costs.uniform)[:count] / costs.baseline - 1
+        cheap = np.flatnonzero(spent[1:] <= MAX_PROBE_COST)
+        rung = 1 + int(cheap[-1] if len(cheap) else spent[1:].argmin())
+        return cls(int(costs.ladder[rung]), max(0.0, float(spent[rung])))
 
 
 class ProbeScheduler:
@@ -329,7 +332,6 @@ class ProbeScheduler:
 
     def __init__(self) -> None:
         self._steps_since_probe = 0
-        self._accepted = self._trials = 0  # of the present series of probes
         self._repeats = False
 
     def is_due(self, probe: Probe) -> bool:
@@ -337,28 +339,20 @@ class ProbeScheduler:
         self._steps_since_probe += 1
         if not self._repeats and self._steps_since_probe < self.interval(probe):
             return False
-        self._steps_since_probe, self._repeats = 0, False
+        self.reset()
         return True
 
     def interval(self, probe: Probe) -> int:
         return int(min(probe.cost / PROBE_TIME_SHARE, MAX_PROBE_INTERVAL))
 
-    def probe_succeeded(self, accepted: int, trials: int, costs: StepCostTable) -> bool:
-        """Record a probe's outcome; whether drafting would pay by this series of probes alone."""
-        self._accepted += accepted
-        self._trials += trials
-        probability = self._accepted / (self._trials + PRIOR_REJECTIONS)
-        powers = np.cumsum(probability ** np.arange(int(costs.ladder[-1]) + 1))  # from p⁰ = 1
-        rates = costs.batch_size * powers[costs.ladder] / (costs.uniform + costs.draft)
-        self._repeats = bool(rates.argmax())
-        if not self._repeats:
-            self._accepted = self._trials = 0
-        return self._repeats
+    def observe(self, accepted: int, trials: int, costs: StepCostTable) -> None:
+        """If drafting would pay by this probe alone, the next one follows at once."""
+        powers = np.cumsum((accepted / trials) ** np.arange(int(costs.ladder[-1]) + 1))  # p⁰ = 1
+        self._repeats = bool((powers[costs.ladder] / (costs.uniform + costs.draft)).argmax())
 
     def reset(self) -> None:
-        """Drafting is on again."""
-        self._steps_since_probe = self._accepted = self._trials = 0
-        self._repeats = False
+        """A probe is made, or drafting is on again."""
+        self._steps_since_probe, self._repeats = 0, False
 
 
 class CostSurvey:

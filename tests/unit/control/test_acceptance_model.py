@@ -14,12 +14,12 @@ from leadout.control.acceptance_model import (
 
 def observe(model: AcceptanceModel, steps: int, *outcomes: DraftOutcome) -> None:
     for _ in range(steps):
-        model.survival([outcome.request_id for outcome in outcomes])
+        model.groups([outcome.request_id for outcome in outcomes])
         model.observe(Outcomes.of(outcomes))
 
 
 def survival(model: AcceptanceModel, request_id: str) -> list[float]:
-    found: list[float] = model.survival([request_id])[0].tolist()
+    found: list[float] = model.survival[model.groups([request_id])[0]].tolist()
     return found
 
 
@@ -41,12 +41,15 @@ def test_drafts_that_were_not_verified_do_not_count_as_rejected() -> None:
 
 
 def test_positions_behind_a_rejection_are_no_trials() -> None:
-    model = AcceptanceModel(3, AcceptanceCurve.from_probabilities([0.9, 0.9, 0.9]))
-    before = model.global_probabilities[2]
-    observe(model, 3, DraftOutcome("a", verified=3, accepted=0))
-    assert model.global_probabilities[0] < 0.8
-    # The third was never reached: it is only shrunk towards the second, which was not either.
-    assert model.global_probabilities[2] == pytest.approx(before, abs=0.05)
+    def third(accepted: int) -> float:
+        """The probability of the third draft, given that the second was accepted."""
+        model = AcceptanceModel(3, AcceptanceCurve.from_probabilities([0.9, 0.9, 0.9]))
+        observe(model, 10, DraftOutcome("a", verified=3, accepted=accepted))
+        found = survival(model, "a")
+        return found[2] / found[1]
+
+    assert third(accepted=2) < 0.3
+    assert third(accepted=0) > 0.6  # never reached
 
 
 def test_estimates_converge_to_the_true_probabilities() -> None:
@@ -60,7 +63,8 @@ def test_estimates_converge_to_the_true_probabilities() -> None:
                 accepted += 1
             outcomes.append(DraftOutcome(str(request), 3, accepted))
         observe(model, 1, *outcomes)
-    assert model.global_probabilities == pytest.approx(probabilities, abs=0.06)
+    found = model.survival[model.groups([str(request) for request in range(8)])].mean(axis=0)
+    assert found == pytest.approx((0.9, 0.54, 0.162), abs=0.06)
 
 
 def test_requests_are_told_apart_and_new_ones_get_the_global_estimate() -> None:
@@ -78,7 +82,7 @@ def test_request_without_verified_drafts_slowly_returns_to_the_global_estimate()
     assert survival(model, "bad")[0] > 0.3
 
 
-def test_change_of_all_traffic_is_detected_within_a_few_steps() -> None:
+def test_change_of_all_traffic_is_learnt_within_a_few_steps() -> None:
     model = AcceptanceModel(4)
     requests = range(8)
     observe(model, 300, *(DraftOutcome(str(request), 4, 4) for request in requests))
@@ -88,7 +92,7 @@ def test_change_of_all_traffic_is_detected_within_a_few_steps() -> None:
     assert survival(model, "new")[0] < 0.35
 
 
-def test_change_of_a_single_request_is_detected_within_a_few_steps() -> None:
+def test_change_of_a_single_request_is_learnt_within_a_few_steps() -> None:
     model = AcceptanceModel(5)
 
     def step(accepted: int) -> tuple[float, float]:
@@ -98,9 +102,9 @@ def test_change_of_a_single_request_is_detected_within_a_few_steps() -> None:
 
     for _ in range(100):
         step(accepted=5)
-    for _ in range(12):  # by decay alone it would take 19
+    for _ in range(12):
         changed, other = step(accepted=0)
-    assert changed < 0.3
+    assert changed < 0.4
     assert other > 0.8
 
 
@@ -109,27 +113,27 @@ def test_forgotten_request_is_a_new_one() -> None:
     observe(model, 30, DraftOutcome("good", 2, 2), DraftOutcome("bad", 2, 0))
     model.forget("bad")
     assert survival(model, "bad") == survival(model, "new")
-    assert model.trials(["bad"]) == 0
+    assert not model.has_trials("bad")
 
 
 def test_what_arrives_for_an_ended_request_is_not_kept() -> None:
     model = AcceptanceModel(2)
-    model.survival(["a"])
+    model.groups(["a"])
     model.forget("a")
     for _ in range(20):  # an output of a step that was in flight
         model.observe(Outcomes.of([DraftOutcome("a", 2, 0)]))
-    assert model.trials(["a"]) == 0
+    assert not model.has_trials("a")
 
 
 def test_many_requests_have_estimates_of_their_own() -> None:
     model = AcceptanceModel(3)
     names = [f"r{number}" for number in range(300)]
     for _ in range(30):
-        model.survival(names)
+        model.groups(names)
         model.observe(
             Outcomes.of(DraftOutcome(name, 3, 3 * (n % 3 == 0)) for n, name in enumerate(names))
         )
-    found = model.survival(names)[:, 0]
+    found = model.survival[model.groups(names), 0]
     assert found[::3].min() > 0.8
     assert found[1::3].max() < 0.2
 
@@ -139,6 +143,17 @@ def test_measured_curve_is_the_prior() -> None:
     found = survival(AcceptanceModel(4, curve), "new")
     assert found[0] == pytest.approx(0.2, abs=0.1)
     assert found[3] / found[2] > 0.7  # like the last position of the curve
+
+
+def test_lucky_requests_do_not_make_drafts_seem_good() -> None:
+    """One draft in five is accepted, by chance: those who were lucky are not better."""
+    rng, model = random.Random(2), AcceptanceModel(1)
+    names = [str(number) for number in range(16)]
+    for _ in range(200):
+        observe(model, 1, *(DraftOutcome(name, 1, int(rng.random() < 0.2)) for name in names))
+    groups = model.groups(names)
+    assert groups.max() > groups.min()  # scores differ
+    assert model.survival[groups.max(), 0] < 0.35
 
 
 @pytest.mark.parametrize(("verified", "accepted"), [(1, 2), (2, -1)])
