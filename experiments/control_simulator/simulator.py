@@ -144,6 +144,7 @@ def run_policy(
         verify = np.array(decision.verify)
         accepted = _sample_accepted(rng, probabilities, verify)
         seconds = machine.seconds(decision.draft, decision.verify, traffic.prefill)
+        seconds *= traffic.slowdown(clock)
         policy.observe(
             Outcomes(requests, verify, accepted),
             decision.draft,
@@ -189,6 +190,7 @@ def run_oracle(traffic: Traffic, machine: Machine, batch_size: int, clock_end: f
             seconds = machine.seconds(best, verify.tolist(), traffic.prefill)
             optima[key] = (best, _expected_accepted(np.array(key[0]), verify), seconds)
         best, accepted, seconds = optima[key]
+        seconds *= traffic.slowdown(clock)
         steps.append((clock, count + accepted, seconds))
         drafted = best
         clock += seconds / unit
@@ -226,7 +228,7 @@ def _run_schedule(
         verify = [drafted] * count
         probabilities = slots.probabilities(clock, count)
         k = schedule.draft(len(steps))
-        seconds = machine.seconds(k, verify, traffic.prefill)
+        seconds = machine.seconds(k, verify, traffic.prefill) * traffic.slowdown(clock)
         accepted = _expected_accepted(np.array(probabilities), np.array(verify))
         steps.append((clock, count + accepted, seconds))
         slots.record(verify)
@@ -243,6 +245,7 @@ def run_bare(traffic: Traffic, machine: Machine, batch_size: int, clock_end: flo
     while clock < clock_end:
         count = slots.occupied(clock)
         seconds = machine.costs.bare_seconds(count) + machine.model.prefill_seconds(traffic.prefill)
+        seconds *= traffic.slowdown(clock)
         steps.append((clock, float(count), seconds))
         clock += seconds / unit
     return Run.of(steps)

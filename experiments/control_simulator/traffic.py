@@ -44,6 +44,7 @@ class Traffic:
     is_adversary: bool = False  # acceptance depends on what the policy does
     lifetime: int = LIFETIME
     prefill: int = 0  # tokens of other requests' prompts in every step
+    slowdown: Callable[[float], float] = lambda clock: 1.0  # factor of all seconds, by the clock
 
     def request(self, clock: float, slot: int) -> str:
         return f"{slot}-{_request_number(clock, slot, self.lifetime)}"
@@ -169,6 +170,8 @@ def _tuning_traffic() -> list[Traffic]:
     short = _mixture("short", [(0.5, CODE), (0.5, CHAT)], lifetime=40)
     found.append(Traffic("short requests of two kinds", short, lifetime=40))
     found.append(Traffic("prefill in every step", steady(CHAT), prefill=256))
+    slow = Traffic("half speed from 300 on", steady(CHAT), slowdown=lambda clock: 1 + (clock > 300))
+    found.append(slow)
     found.append(Traffic("adversary: honeypot", _honeypot, is_adversary=True))
     found.append(Traffic("adversary: shy", _shy, is_adversary=True))
     return found

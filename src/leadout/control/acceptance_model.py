@@ -39,7 +39,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 GROUPS = 8
 FIRST_SCORE = 0.7  # before anything is known: high enough to be tried
-SCORE_HALF_LIFE = 10.0  # steps
+SCORE_HALF_LIFE = 15.0  # steps
 SCORE_PRIOR_STEPS = 1.0  # w': weight of the mean of all traffic in a request's score
 GROUP_PRIOR_TRIALS = 4.0  # w
 HALF_LIFE = 50.0  # of trials, in steps
@@ -148,6 +148,7 @@ class AcceptanceModel:
         self._max_drafts = max_drafts
         self._decay = 2 ** (-1 / SCORE_HALF_LIFE)
         self._forget = 2 ** (-1 / HALF_LIFE)
+        self._steps_to_decay = 0  # since drafts were verified
         # [2, groups, drafts]: trials, and those that were accepted
         self._counts: Floats = np.zeros((2, GROUPS, max_drafts))
         self._prior: Floats = np.empty((GROUPS, max_drafts))  # p_j of a group without trials
@@ -194,8 +195,11 @@ class AcceptanceModel:
     def observe(self, outcomes: Outcomes) -> None:
         """One step of the whole batch. Only requests whose group was asked for are known."""
         verified, accepted = outcomes.verified, outcomes.accepted
+        self._steps_to_decay += 1
         if not verified.any():
             return
+        decay = self._decay**self._steps_to_decay
+        self._steps_to_decay = 0
         if outcomes.request_ids == self._last_batch[0]:  # as in most steps
             rows = self._last_batch[1]
         else:
@@ -205,10 +209,10 @@ class AcceptanceModel:
         self._count(self._groups[rows], reached, accepted)
         weights = (verified > 0).astype(np.float64)
         shares = accepted / np.maximum(reached, 1)
-        self._all_steps = self._decay * self._all_steps + float(weights.sum())
-        self._all_score = self._decay * self._all_score + float(shares.sum())
-        steps = self._decay * self._steps[rows] + weights
-        scores = self._decay * self._scores[rows] + shares
+        self._all_steps = decay * self._all_steps + float(weights.sum())
+        self._all_score = decay * self._all_score + float(shares.sum())
+        steps = decay * self._steps[rows] + weights
+        scores = decay * self._scores[rows] + shares
         self._steps[rows], self._scores[rows] = steps, scores
         mean = self._all_score / self._all_steps
         scores += SCORE_PRIOR_STEPS * mean

@@ -39,7 +39,6 @@ from leadout.control.cost_model import StepCostFilter, StepCosts, StepCostTable,
 
 # Exploration: steps taken to learn acceptance or costs rather than because they are the fastest.
 PROBE_TIME_SHARE = 0.01
-MAX_PROBE_COST = 0.25  # of a probe larger than the smallest, in baseline steps
 MAX_PROBE_INTERVAL = 200  # steps
 # From so many requests on, a step with drafts either plans or learns, in turns: both together would
 # keep the scheduler too long, and neither K nor what is known changes much within a step.
@@ -150,7 +149,7 @@ class Policy:
         self._survey = CostSurvey(() if costs is not None else self.ladder)
         self._probes = ProbeScheduler()
         self._k = max_drafts
-        self._pending_probe: Probe | None = None  # drafted, not yet verified
+        self._probed_k = 0  # of a probe that was drafted and is not yet verified
         self._is_off = False
         self._prefill = 0  # tokens of prompts in the last step
         self._plan: Plan | None = None
@@ -187,21 +186,21 @@ class Policy:
         if surveyed_k is not None:
             verify_counts = available
         elif self._is_off:
-            probed_k = self._pending_probe.k if self._pending_probe is not None else 0
-            verify_counts = np.minimum(available, probed_k)
+            verify_counts = np.minimum(available, self._probed_k)
         else:
             enough = self._k if plan.lengths is None else plan.lengths[groups]
             verify_counts = np.minimum(available, enough)
         is_probed = self._is_off and bool(verify_counts.any())
         if batch.lookup is not None and surveyed_k is None and not is_probed:
+            lookup = batch.lookup if limits is None else np.minimum(batch.lookup, limits)
             verify_counts, use_lookup = self._prefer_lookup(
-                batch, limits, groups, verify_counts, plan
+                batch.request_ids, lookup, groups, verify_counts, plan
             )
         draft, is_probe = self._k if surveyed_k is None else surveyed_k, False
         if self._is_off and surveyed_k is None and highest >= self.ladder[1]:
-            probe = Probe.affordable(plan.costs, highest)
-            if self._probes.is_due(probe):
-                self._pending_probe, draft, is_probe = probe, probe.k, True
+            probed_k = self._probes.due(plan.costs, highest)
+            if probed_k:
+                self._probed_k, draft, is_probe = probed_k, probed_k, True
         return Decision(tuple(verify_counts.tolist()), draft, is_probe, plan.gain, use_lookup)
 
     def observe(
@@ -224,7 +223,7 @@ class Policy:
         drafts = int(found.verified.sum())
         is_mixed = bool(found.verified.min() != found.verified.max())
         drafted, lookup = found.split()
-        if self._is_off and self._pending_probe is not None and drafted.verified.any():
+        if self._is_off and self._probed_k and drafted.verified.any():
             self._observe_probe(drafted, batch_size)
         self.acceptance.observe(drafted)
         if lookup is not None:
@@ -254,7 +253,7 @@ class Policy:
         rung = int(rates[: bisect_right(self.ladder, max_drafts)].argmax())
         self._k = self.ladder[rung]
         if self._k and self._is_off:
-            self._pending_probe = None
+            self._probed_k = 0
             self._probes.reset()
         self._is_off = not self._k
         return rung
@@ -270,8 +269,8 @@ class Policy:
 
     def _prefer_lookup(
         self,
-        batch: Batch,
-        limits: Ints | None,
+        request_ids: Sequence[str],
+        lookup: Ints,
         groups: Ints,
         verify: Ints,
         plan: Plan,
@@ -282,11 +281,9 @@ class Policy:
         """
         rate, costs = plan.rate, plan.costs
         survival, model = self.acceptance.survival[groups], self._lookup_acceptance
-        found = model.survival[model.groups(batch.request_ids)]
+        found = model.survival[model.groups(request_ids)]
         per_draft = (costs.mixed[-1] - costs.mixed[0]) / (self._max_drafts * costs.batch_size)
-        lookup = np.minimum(batch.lookup, (found >= rate * per_draft).sum(axis=1))
-        if limits is not None:
-            lookup = np.minimum(lookup, limits)
+        lookup = np.minimum(lookup, (found >= rate * per_draft).sum(axis=1))
         positions = np.arange(self._max_drafts)
         gained = (found * (positions < lookup[:, None])).sum(axis=1)
         gained -= (survival * (positions < verify[:, None])).sum(axis=1)
@@ -300,50 +297,41 @@ class Policy:
         return replaced, tuple(use.tolist())
 
     def _observe_probe(self, outcomes: Outcomes, batch_size: int) -> None:
-        self._pending_probe = None
+        self._probed_k = 0
         accepted = int(outcomes.accepted.sum())
         rejected = int((outcomes.accepted < outcomes.verified).sum())
         table = self.costs.table(batch_size, self._prefill)
         self._probes.observe(accepted, accepted + rejected, table)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """An exploratory draft: k tokens for each request, verified by all of them."""
-
-    k: int
-    cost: float  # in baseline steps
-
-    @classmethod
-    def affordable(cls, costs: StepCostTable, max_drafts: int) -> Probe:
-        """The longest probe that stays cheap, or the cheapest.
-
-        `max_drafts` is at least the first rung above 0.
-        """
-        count = int((costs.ladder <= max_drafts).sum())
-        spent = (costs.draft + costs.uniform)[:count] / costs.baseline - 1
-        cheap = np.flatnonzero(spent[1:] <= MAX_PROBE_COST)
-        rung = 1 + int(cheap[-1] if len(cheap) else spent[1:].argmin())
-        return cls(int(costs.ladder[rung]), max(0.0, float(spent[rung])))
-
-
 class ProbeScheduler:
-    """Decides when to probe while drafting is off."""
+    """Decides when to probe while drafting is off, and with how many drafts for each request.
+
+    Every probe takes the next rung: short ones are cheap and therefore frequent, long ones show
+    whether the drafts behind the first are better than it.
+    """
 
     def __init__(self) -> None:
+        self._rung = 0  # of the last probe
         self._steps_since_probe = 0
         self._repeats = False
 
-    def is_due(self, probe: Probe) -> bool:
-        """Whether to probe now; to be called once for each step without drafts."""
-        self._steps_since_probe += 1
-        if not self._repeats and self._steps_since_probe < self.interval(probe):
-            return False
-        self.reset()
-        return True
+    def due(self, costs: StepCostTable, max_drafts: int) -> int:
+        """The K of a probe, or 0 for none now; to be called once for each step without drafts.
 
-    def interval(self, probe: Probe) -> int:
-        return int(min(probe.cost / PROBE_TIME_SHARE, MAX_PROBE_INTERVAL))
+        `max_drafts` is at least the first rung above 0.
+        """
+        rung = 1 + self._rung % int((costs.ladder[1:] <= max_drafts).sum())
+        self._steps_since_probe += 1
+        if not self._repeats and self._steps_since_probe < self.interval(costs, rung):
+            return 0
+        self.reset()
+        self._rung = rung
+        return int(costs.ladder[rung])
+
+    def interval(self, costs: StepCostTable, rung: int) -> int:
+        cost = (costs.draft[rung] + costs.uniform[rung]) / costs.baseline - 1
+        return int(min(cost / PROBE_TIME_SHARE, MAX_PROBE_INTERVAL))
 
     def observe(self, accepted: int, trials: int, costs: StepCostTable) -> None:
         """If drafting would pay by this probe alone, the next one follows at once."""

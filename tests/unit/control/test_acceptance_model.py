@@ -102,7 +102,7 @@ def test_change_of_a_single_request_is_learnt_within_a_few_steps() -> None:
 
     for _ in range(100):
         step(accepted=5)
-    for _ in range(12):
+    for _ in range(20):
         changed, other = step(accepted=0)
     assert changed < 0.4
     assert other > 0.8

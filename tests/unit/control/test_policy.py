@@ -10,7 +10,6 @@ from control_simulator.simulator import Machine
 from control_simulator.traffic import MACHINES, MAX_DRAFTS
 from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome, Outcomes
 from leadout.control.policy import (
-    MAX_PROBE_COST,
     MAX_PROBE_INTERVAL,
     PROBE_TIME_SHARE,
     Batch,
@@ -18,7 +17,6 @@ from leadout.control.policy import (
     Decision,
     DecodingRequest,
     Policy,
-    Probe,
     ProbeScheduler,
     ladder_up_to,
 )
@@ -198,7 +196,7 @@ def test_probes_notice_that_traffic_became_good() -> None:
 
 
 def test_without_probes_the_change_is_never_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProbeScheduler, "is_due", lambda self, probe: False)
+    monkeypatch.setattr(ProbeScheduler, "due", lambda self, costs, max_drafts: 0)
     changing = loop(0.02, 0.02)
     changing.steps(400)
     for probabilities in changing.acceptance.values():
@@ -366,24 +364,23 @@ COSTS = Machine(MACHINES["cpu"]).table(1)
 
 
 def test_failing_probes_are_rare_and_a_success_is_repeated() -> None:
-    probe = Probe.affordable(COSTS, MAX_DRAFTS)
     probes = ProbeScheduler()
-    assert 1 < probes.interval(probe) <= MAX_PROBE_INTERVAL
+    interval = probes.interval(COSTS, 1)
+    assert 1 < interval < probes.interval(COSTS, MAX_DRAFTS) <= MAX_PROBE_INTERVAL
+    assert [probes.due(COSTS, MAX_DRAFTS) for _ in range(interval)] == [0] * (interval - 1) + [1]
     probes.observe(0, 1, COSTS)
-    assert not probes.is_due(probe)
-    probes.observe(MAX_DRAFTS, MAX_DRAFTS, COSTS)
-    assert probes.is_due(probe)
-    assert not probes.is_due(probe)
+    assert not probes.due(COSTS, MAX_DRAFTS)
+    probes.observe(1, 1, COSTS)
+    assert probes.due(COSTS, MAX_DRAFTS) == 2
+    assert not probes.due(COSTS, MAX_DRAFTS)
 
 
-def test_probe_is_the_longest_that_is_cheap_or_the_cheapest() -> None:
-    graphs = Machine(MACHINES["graphs"]).table(4)
-    assert Probe.affordable(graphs, MAX_DRAFTS).k == MAX_DRAFTS
-    assert Probe.affordable(graphs, 1).k == 1
-    cpu = Machine(MACHINES["cpu"]).table(32)
-    cheapest = Probe.affordable(cpu, MAX_DRAFTS)
-    assert cheapest.k == 1
-    assert cheapest.cost > MAX_PROBE_COST
+def test_probes_take_every_rung_up_to_the_limit() -> None:
+    probes, asked = ProbeScheduler(), []
+    for _ in range(5):
+        probes.observe(1, 1, COSTS)
+        asked.append(probes.due(COSTS, 3))
+    assert asked == [1, 2, 3, 1, 2]
 
 
 def test_survey_asks_for_each_rung_once_at_each_size() -> None:
