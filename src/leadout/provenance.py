@@ -86,9 +86,8 @@ class Provenance(BaseModel):
         `RunStart.now()` at the beginning: code may be changed while a run goes on.
         """
         script, *arguments = sys.argv
-        shown = [_without_folders(each) for each in redacted(arguments)]
         return cls(
-            command=" ".join([*_program(Path(script)), *shown]),
+            command=" ".join([*_program(Path(script)), *shown_arguments(arguments)]),
             date=datetime.now(UTC).date().isoformat(),
             versions=installed_versions(),
             machine=machine(),
@@ -119,6 +118,11 @@ def source_commit() -> str | None:
     # Only code: results and pages are written by the runs themselves.
     changed = _git("status", "--porcelain", "--", ":/*.py", ":/pyproject.toml")
     return f"{commit}-dirty" if changed else commit
+
+
+def shown_arguments(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command as others may see them: without secrets and without folders."""
+    return [_without_folders(each) for each in redacted(arguments)]
 
 
 def redacted(arguments: Sequence[str]) -> list[str]:

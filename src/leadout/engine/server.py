@@ -95,15 +95,21 @@ class Server:
 
     def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self._startup_seconds
-        while not self._is_healthy():
-            if self._guard is None or self._guard.poll() is not None:
-                raise EngineError(f"The server exited during startup.\n{log_tail(self.log)}")
+        while not self.is_ready():
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"The server was not healthy after {self._startup_seconds:.0f} s.\n"
                     f"{log_tail(self.log)}"
                 )
             time.sleep(POLL_SECONDS)
+
+    def is_ready(self) -> bool:
+        """Whether the server is healthy by now; an EngineError if it has exited."""
+        if self._is_healthy():
+            return True
+        if self._guard is None or self._guard.poll() is not None:
+            raise EngineError(f"The server exited during startup.\n{log_tail(self.log)}")
+        return False
 
     def wait_until_ended(self, seconds: float) -> int:
         """The exit code of a server that stops on its own or after a signal."""

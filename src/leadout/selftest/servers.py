@@ -1,4 +1,4 @@
-"""The servers of a self-test: how each is started, and what can be asked of one that runs.
+"""The servers of a self-test: what they serve, how each is started, what can be asked of one.
 
 `python -m leadout.selftest.servers` plans them in a process of its own, because planning imports
 vLLM, which logs to the terminal and may touch the accelerator.
@@ -7,15 +7,22 @@ vLLM, which logs to the terminal and may touch the accelerator.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import load_file, save_file
+
 from leadout.bench.setup import CPU_FLAGS, KV_SPACE, SMALL_KV_SPACE
 from leadout.bench.turns import ArmServer
+from leadout.checkpoints import Checkpoint, read_checkpoint
+from leadout.checkpoints.store import CONFIG
 from leadout.engine.admin import KEY
 from leadout.engine.child_process import EngineError, Message, Report, answer_requests, run_module
 from leadout.engine.inspection import (
@@ -27,9 +34,12 @@ from leadout.engine.inspection import (
     read_steps,
 )
 from leadout.engine.plugin import SWITCH
-from leadout.engine.server import Server, server_command
+from leadout.engine.server import POLL_SECONDS, Server, server_command
 from leadout.engine.settings import WORKER_EXTENSION, ServeSettings
 from leadout.errors import LeadoutError
+from leadout.files import write_text
+from leadout.models import fingerprint, is_left_to_vllm, local_folder
+from leadout.registry import Registry
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -38,12 +48,65 @@ if TYPE_CHECKING:
 
 STOCK, EVERYTHING, REGISTRY, LIVE, CAPTURE = "stock", "everything", "registry", "live", "capture"
 PARTS = (REGISTRY, LIVE, CAPTURE)
+FIRST, CHANGED = 1, 2  # versions of the drafter: as it is, and with a final norm of the other sign
 # vLLM logs statistics of CUDA graphs at these intervals, and the table only at this level.
 LOG_SECONDS = 1.0
 _LOGGING = {"VLLM_LOG_STATS_INTERVAL": f"{LOG_SECONDS:g}", "VLLM_LOGGING_LEVEL": "INFO"}
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
 _GRAPH_METRICS = "--cudagraph-metrics"
 _SPECULATION = "--speculative-config"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The files of target and drafter."""
+
+    target: Path | None  # None: only vLLM can fetch it
+    drafter: Path
+
+    @classmethod
+    def of(cls, target: str, drafter: str) -> Pair:
+        folder = None if is_left_to_vllm(target) else local_folder(target)
+        return cls(folder, local_folder(drafter))
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        folders = {"target": self.target, "drafter": self.drafter}
+        return {role: fingerprint(each) for role, each in folders.items() if each is not None}
+
+
+def publish_versions(pair: Pair, folder: Path) -> Registry | None:
+    """A registry with the drafter and a changed copy; None for one that cannot be swapped."""
+    checkpoint = read_checkpoint(pair.drafter, as_served=True)
+    if checkpoint.left_to_vllm or pair.target is None:
+        return None
+    registry = Registry(folder / "registry")
+    target_fingerprint = fingerprint(pair.target)
+    registry.publish(pair.drafter, target_fingerprint=target_fingerprint)
+    changed = write_changed(checkpoint, folder / "changed")
+    registry.publish(changed, target_fingerprint=target_fingerprint, parent=FIRST)
+    registry.point_to(FIRST, "the drafter of the self-test")
+    return registry
+
+
+def write_changed(checkpoint: Checkpoint, folder: Path) -> Path:
+    """A copy of a drafter whose best token is the worst, so that a swap cannot be missed.
+
+    Files are copied and not written anew, since published drafters may lack fields that Leadout
+    would require.
+    """
+    folder.mkdir()
+    for path in checkpoint.path.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    norm = checkpoint.tensors.drafter["norm.weight"]
+    tensors = load_file(norm.file)
+    tensors[norm.name] = -tensors[norm.name]
+    save_file(tensors, folder / norm.file.name, metadata={"format": "pt"})
+    # Fingerprints contain only samples of the weights.
+    config = json.loads((folder / CONFIG).read_text())
+    write_text(folder / CONFIG, json.dumps({**config, "leadout_selftest": "changed"}, indent=2))
+    return folder
 
 
 class PlanRequest(Message):
@@ -148,22 +211,25 @@ def _environment(own: dict[str, str]) -> dict[str, str]:
 class TestedServer:
     """A server that runs, until `stop`."""
 
-    def __init__(
-        self, name: str, plan: PlannedServer, session: ClientSession, log: Path, seconds: float
-    ) -> None:
-        """Starts it, within `seconds`."""
+    def __init__(self, name: str, plan: PlannedServer, session: ClientSession, log: Path) -> None:
+        """Starts it; use it after `until_ready`."""
         self._key = secrets.token_hex(16)
         self._session, self._log = session, log
         self._server = Server(
-            plan.command,
-            log=log,
-            environment={**plan.environment, KEY: self._key},
-            startup_seconds=seconds,
+            plan.command, log=log, environment={**plan.environment, KEY: self._key}
         )
-        began = time.monotonic()
-        self._server.__enter__()
-        self.start_seconds = time.monotonic() - began
         self.load = ArmServer(name, self._server, session)  # to measure it
+        self.start_seconds = 0.0
+        self._server.start()
+
+    async def until_ready(self, seconds: float) -> None:
+        """An EngineError if the server has exited, or is not healthy after so many seconds."""
+        began = time.monotonic()
+        while not self._server.is_ready():
+            if time.monotonic() - began > seconds:
+                raise EngineError(f"The server was not healthy after {seconds:.0f} s.")
+            await asyncio.sleep(POLL_SECONDS)
+        self.start_seconds = time.monotonic() - began
         self.load.resume()
 
     def stop(self) -> None:

@@ -30,8 +30,18 @@ from leadout.selftest.result import (
     passed,
     print_result,
 )
-from leadout.selftest.run import CHANGED, FIRST, Pair, publish_versions
-from leadout.selftest.servers import CAPTURE, EVERYTHING, LIVE, REGISTRY, STOCK, Plans
+from leadout.selftest.servers import (
+    CAPTURE,
+    CHANGED,
+    EVERYTHING,
+    FIRST,
+    LIVE,
+    REGISTRY,
+    STOCK,
+    Pair,
+    Plans,
+    publish_versions,
+)
 from leadout.selftest.settings import SelftestSettings
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
