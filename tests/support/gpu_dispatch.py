@@ -38,7 +38,8 @@ MODES = (
     Mode(("--draft", "--live")),
     Mode(("--draft", "--tuned", "--live")),
 )
-CONCURRENCIES = (1, 5, 13, 31, 64, 128)
+# Of more requests some would wait for the token budget of the smaller GPUs, at each step.
+CONCURRENCIES = (1, 5, 13, 31, 64)
 DECODE_STEPS = 400  # of each cell with live control
 FIXED_STEPS = 50  # of one whose table decides: they are all alike
 IN_FLIGHT = 2
