@@ -16,7 +16,7 @@ from leadout.check.baseline import MIN_SHARED
 from leadout.check.diagnosis import MAX_HALF_WIDTH, MIN_TEXTS
 from leadout.check.settings import CheckSettings
 from leadout.check.trials import FINALISTS, SCREEN_EVERY
-from leadout.control.policy import MAX_PROBE_INTERVAL, PROBE_TIME_SHARE, ladder_up_to
+from leadout.control.policy import PROBE_TIME_SHARE, ladder_up_to
 from leadout.control.prompt_lookup import MIN_MATCH
 from leadout.control.tuned_file import NEARLY_EQUAL
 from leadout.engine.calibration import GPU_SHARE
@@ -280,8 +280,7 @@ def _live_simulated() -> list[str]:
         steps for each in simulated["wrong_prior_steps"].values() for steps in each.values()
     )
     return [
-        f"for at most {PROBE_TIME_SHARE:.0%} of the time, and at the latest {MAX_PROBE_INTERVAL} "
-        "steps after the last one",
+        f"for about {PROBE_TIME_SHARE:.0%} of the time",
         f"one of {len({cell['batch'] for cell in fair})} batch sizes",
         f"at least {simulated['bound']} of the oracle's tokens per second",
         *(_distance(fair, held_out) for held_out in (False, True)),

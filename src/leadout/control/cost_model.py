@@ -182,11 +182,10 @@ OUTLIERS_BEFORE_RESET = 6  # consecutive slow outliers that are a change and no 
 # Initial standard deviations of the state, relative to a bare step with one request: of what a kind
 # of step costs in itself, of what eight more requests or drafts cost, and of the jump at one rung.
 LEVEL_STD, SLOPE_STD, JUMP_STD = 0.5, 0.1, 0.1
-MIXED_STD = 2.0  # wide: its prior is a guess even next to measured curves
 # Steps after which a coefficient that is not observed is as uncertain as at the start.
 PROCESS_NOISE_STEPS = 200_000.0
-# Prior without measured curves, relative to the first step: for drafting at all, and per draft.
-PRIOR_DRAFTING, PRIOR_DRAFT = 0.15, 0.003
+# Prior of drafting at all without measured curves, relative to the first step.
+PRIOR_DRAFTING = 0.15
 # Prior of leaving the captured graphs, where there are any.
 PRIOR_MIXED = 0.25
 MIN_SHARE_OF_PRIOR = 0.05  # an estimate must stay positive
@@ -233,7 +232,7 @@ class StepCostFilter:
         self._prior_mixed = PRIOR_MIXED if has_graphs else 0.0
         level, slope = LEVEL_STD, SLOPE_STD
         self._std = np.array(
-            [level, slope, slope, level, level, level, slope, level, MIXED_STD]
+            [level, slope, slope, level, level, level, slope, level, level]
             + [JUMP_STD] * (len(ladder) - 1)
         )
         self._state = np.zeros(len(self._std))
@@ -284,8 +283,7 @@ class StepCostFilter:
         if seconds <= 0:
             raise ValueError(f"a step took {seconds} s, expected more than 0")
         if not self._scale:
-            drafting = PRIOR_DRAFTING if k else 0.0
-            self._set_scale(seconds / (1 + drafting + PRIOR_DRAFT * (drafts + batch_size * k)))
+            self._set_scale(seconds / (1 + PRIOR_DRAFTING if k else 1.0))
         features = self._features(batch_size, drafts, k, is_mixed, prefill)
         prior = self._prior(batch_size, drafts, k)
         if is_mixed and drafts:
@@ -355,8 +353,7 @@ class StepCostFilter:
     def _prior(self, batch_size: int, drafts: int, k: int) -> float:
         measured = self._measured
         if measured is None:
-            drafting = PRIOR_DRAFTING if k else 0.0
-            return self._scale * (1 + drafting + PRIOR_DRAFT * (drafts + batch_size * k))
+            return self._scale * (1 + PRIOR_DRAFTING if k else 1.0)
         curves = self._curves.get(batch_size)
         if curves is None:
             counts = range(int(self.ladder[-1]) + 1)

@@ -39,7 +39,6 @@ from leadout.control.cost_model import StepCostFilter, StepCosts, StepCostTable,
 
 # Exploration: steps taken to learn acceptance or costs rather than because they are the fastest.
 PROBE_TIME_SHARE = 0.01
-MAX_PROBE_INTERVAL = 200  # steps
 # From so many requests on, a step with drafts either plans or learns, in turns: both together would
 # keep the scheduler too long, and neither K nor what is known changes much within a step.
 LARGE_BATCH = 64
@@ -331,7 +330,7 @@ class ProbeScheduler:
 
     def interval(self, costs: StepCostTable, rung: int) -> int:
         cost = (costs.draft[rung] + costs.uniform[rung]) / costs.baseline - 1
-        return int(min(cost / PROBE_TIME_SHARE, MAX_PROBE_INTERVAL))
+        return int(cost / PROBE_TIME_SHARE)
 
     def observe(self, accepted: int, trials: int, costs: StepCostTable) -> None:
         """If drafting would pay by this probe alone, the next one follows at once."""

@@ -215,7 +215,7 @@ class LiveControl:
         """The next step of the decoding requests, and those whose drafts change for it."""
         request_ids = [request.request_id for request in requests]
         limits = self._limits_of(requests, request_ids)
-        available = [len(request.spec_token_ids) for request in requests]
+        available = list(map(len, [request.spec_token_ids for request in requests]))
         proposals = self._look_up(requests, limits)
         decision = self._policy.decide(
             Batch(
@@ -258,10 +258,12 @@ class LiveControl:
             planned = tuple(planned[index] for index in kept)
             use_lookup = tuple(use_lookup[index] for index in kept)
         tokens = _array(list(map(sampled.get, request_ids, repeat(0))))
-        counts = _array(list(map(verified.get, request_ids, repeat(0)))) if verified else None
-        drafts = 0 if counts is None else int(counts.sum())
-        prefill = sum(scheduled.values()) - len(request_ids) - drafts
-        counts = np.zeros_like(tokens) if counts is None else np.minimum(counts, _array(planned))
+        if list(verified) == request_ids:  # as in most steps
+            counts = _array(list(verified.values()))
+        else:
+            counts = _array(list(map(verified.get, request_ids, repeat(0))))
+        prefill = sum(scheduled.values()) - len(request_ids) - int(counts.sum())
+        counts = np.minimum(counts, _array(planned))
         if not tokens.all():  # aborted, or its output was dropped: nothing was learnt from it
             counts = np.where(tokens, counts, 0)
         accepted: Ints = np.minimum(np.maximum(tokens - 1, 0), counts)

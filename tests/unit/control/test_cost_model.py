@@ -176,8 +176,9 @@ def test_leaving_the_graphs_is_expensive_until_it_was_measured() -> None:
         with_graphs.observe(8, 20, 7, seconds, is_mixed=True)
         for k in (0, 3, 7):
             with_graphs.observe(8, 8 * k, k, costs.step_seconds(8, k))
+    # Most of it is gone; the rest is shared with other coefficients of such a step.
     table = with_graphs.table(8)
-    assert table.mixed_seconds(20) == pytest.approx(costs.verify_seconds(8, 20), rel=0.05)
+    assert table.mixed_seconds(20) == pytest.approx(costs.verify_seconds(8, 20), rel=0.15)
 
 
 def test_there_is_no_estimate_before_the_first_step() -> None:
