@@ -81,7 +81,6 @@ BY_PAGE: dict[str, Allowed] = {
     ),
     "docs/live.md": (
         (r"\(0, 1, 3, 7, 15 for blocks of 16\)", "the ladder of K; a test has it"),
-        (r"between 0 and the largest K", "draft lengths"),
     ),
     "docs/quickstart.md": (
         (r"has 270 MB", "bytes of its weights"),
