@@ -13,14 +13,13 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from common import provenance
 from leadout.checkpoints import read_checkpoint
 from leadout.data.chat import Chat
-from leadout.engine.calibration import CalibrationRequest, RoundRequest, TimedEngine
+from leadout.engine.offline import TextEngine, TextRequest
 from leadout.evaluate.prompts import prompts_or_default
 
 BATCHES = (1, 4, 8, 16)
@@ -61,19 +60,18 @@ def main() -> None:
     chat = Chat(arguments.target)
     prompts = [chat.prompt(prompt.turns[:1]) for prompt in prompts_or_default(())]
     prompts = [prompt for prompt in prompts if len(prompt) < 256]
-    request = CalibrationRequest(
-        target=str(arguments.target),
+    engine = TextEngine(
+        str(arguments.target),
+        max_length=1024,
+        max_requests=max(BATCHES),
+        dtype="bfloat16",
         drafter=str(arguments.drafter),
         draft_tokens=k,
-        prompts=prompts,
-        rounds=[RoundRequest(batch=max(BATCHES), k=k, prompts=[])],
-        tokens=STEPS,
-        max_length=1024,
-        dtype="bfloat16",
+        async_scheduling=False,  # a step is complete before the next is scheduled
+        enable_prefix_caching=False,
     )
-    engine = TimedEngine(request, drafter=request.drafter)
     clock = watch(engine)
-    profile = {str(batch): measure(engine, clock, prompts, batch, k) for batch in BATCHES}
+    profile = {str(batch): measure(engine, clock, prompts, batch) for batch in BATCHES}
     result = {
         "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "milliseconds, median over steps",
@@ -85,7 +83,7 @@ def main() -> None:
     print(json.dumps(profile, indent=2))
 
 
-def watch(engine: TimedEngine) -> Clock:
+def watch(engine: TextEngine) -> Clock:
     (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
     clock, target, draft = Clock(), runner.model, runner.drafter.model
     clock.time(target, "forward", "target layers")
@@ -100,17 +98,21 @@ def watch(engine: TimedEngine) -> Clock:
 
 
 def measure(
-    engine: TimedEngine, clock: Clock, prompts: list[list[int]], batch: int, k: int
+    engine: TextEngine, clock: Clock, prompts: list[list[int]], batch: int
 ) -> dict[str, float]:
-    engine.scheduler.drafts = repeat(k)
-    engine.begin([(i, prompts[i % len(prompts)]) for i in range(batch)], room=512)
+    names = [f"{batch}_{place}" for place in range(batch)]
+    for place, name in enumerate(names):
+        prompt = prompts[place % len(prompts)]
+        engine.submit(TextRequest(name, prompt, 512, ignore_eos=True))
     steps: list[dict[str, float]] = []
     for _ in range(STEPS):
         clock.parts.clear()
-        seconds, _note = engine.timed_step()
+        began = time.perf_counter()
+        engine.step()
+        seconds = time.perf_counter() - began
         parts = dict(clock.parts)
         steps.append({**parts, "rest": seconds - sum(parts.values()), "step": seconds})
-    engine.withdraw()
+    engine._llm.llm_engine.abort_request(names)
     kept = steps[WARM_UP:]
     return {name: 1e3 * statistics.median(s[name] for s in kept) for name in kept[0]}
 

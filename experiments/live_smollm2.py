@@ -32,10 +32,11 @@ from rich.progress import track
 import common
 import result_charts
 from leadout.bench.setup import common_flags
-from leadout.bench.turns import ArmServer, in_waves
+from leadout.bench.turns import in_waves
 from leadout.checkpoints import read_checkpoint
 from leadout.engine.load_test import LoadRequest, LoadResult, client_session
 from leadout.engine.server import Server
+from leadout.engine.server_turns import RunningServer
 from result_charts import PHASES
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "live" / "smollm2.json"
@@ -194,7 +195,7 @@ def stage(arguments: Any, arms: Mapping[str, list[str]]) -> Iterator[Any]:
 
 async def load_for(server: Server, request: LoadRequest, seconds: float) -> LoadResult:
     async with client_session() as session:
-        alone = {"server": ArmServer("server", server, session)}
+        alone = {"server": RunningServer("server", server, session)}
         rounds = in_waves(alone, request, seconds, random.Random(0), rounds=1)
         return (await anext(rounds))["server"]
 

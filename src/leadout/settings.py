@@ -73,12 +73,22 @@ class Settings(BaseModel):
     @classmethod
     def flag_of(cls, name: str) -> str:
         """How a user writes a field: its flag, or the name of its argument."""
-        field = cls.model_fields.get(name)
-        extra = field.json_schema_extra if field is not None else None
-        extra = extra if isinstance(extra, dict) else {}
+        extra = cls._extra(name)
         if extra.get("panel") == "argument":
             return name.upper()
         return str(extra.get("flag") or f"--{name.replace('_', '-')}")
+
+    @classmethod
+    def flags(cls) -> list[str]:
+        """All flags and arguments, as a user writes them."""
+        names = (name for name in cls.model_fields if cls._extra(name).get("panel") != "hidden")
+        return [cls.flag_of(name) for name in names]
+
+    @classmethod
+    def _extra(cls, name: str) -> dict[str, Any]:
+        field = cls.model_fields.get(name)
+        extra = field.json_schema_extra if field is not None else None
+        return extra if isinstance(extra, dict) else {}
 
     def write(self, path: Path) -> None:
         """As a YAML file from which `resolve` makes the same settings."""

@@ -1,4 +1,4 @@
-"""A real calibration of a tiny pair, and an engine that drafts as the table says."""
+"""A real calibration of a tiny pair on two servers, and an engine that drafts by the table."""
 
 from __future__ import annotations
 
@@ -9,17 +9,30 @@ from typing import Any
 
 import pytest
 
+from leadout.console import Progress
+from leadout.control.policy import ladder_up_to
 from leadout.control.tuned_file import Model, Tuned, read_tuned, write_tuned
-from leadout.engine.calibration import CalibrationRequest, CalibrationResult, calibrate
+from leadout.engine.calibration import CalibrationResult
 from leadout.engine.serve_plan import make_plan
-from leadout.engine.settings import ServeSettings
+from leadout.engine.settings import (
+    CALIBRATION,
+    SCHEDULER,
+    CalibrationSettings,
+    ServeSettings,
+    with_section,
+)
+from leadout.engine.step_records import RecordedSteps, RoundTag, round_option, server_config
+from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
-from leadout.tune.run import Subject, prepare, summarize
+from leadout.tune.run import Subject, measure, prepare, summarize
 from leadout.tune.settings import TuneSettings
 from support.drafters import TINY_DRAFTER, write_random_drafter
+from support.gpu_resolution import run_on_fake_gpu
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
 MAX_K, MAX_BATCH, TOKENS = TINY_DRAFTER.max_draft_tokens, 2, 16
+LADDER = ladder_up_to(MAX_K)
+FLAGS = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8")
 TABLE = [(1, 1, 3), (2, 2, 1), (3, 16, 0)]
 METRIC = "vllm:spec_decode_num_"
 
@@ -34,39 +47,39 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def measured(pair: tuple[Path, Path]) -> CalibrationResult:
-    """What `leadout tune` measures, with fewer tokens."""
+    """What `leadout tune` measures, with fewer rounds and tokens."""
     target, drafter = map(str, pair)
-    ready = prepare(
-        TuneSettings(target=target, drafter=drafter, max_batch=MAX_BATCH, dtype="float32")
+    settings = TuneSettings(
+        target=target, drafter=drafter, max_batch=MAX_BATCH, turns="slices", server_flags=FLAGS
     )
-    rounds = ready.rounds[: 2 * (MAX_K + 1)]  # each K once at each batch size
-    heard: list[str] = []
-    result = calibrate(
-        CalibrationRequest(
-            target=target,
-            drafter=drafter,
-            draft_tokens=MAX_K,
-            prompts=ready.prompts,
-            rounds=rounds,
-            tokens=TOKENS,
-            max_length=ready.max_length,
-            dtype="float32",
-        ),
-        heard.append,
-    )
-    assert len(heard) == 2 + len(rounds)
-    return result
+    ready = prepare(settings)
+    rounds = ready.rounds[: 2 * len(LADDER)]  # each K once at each batch size
+    # Servers run as users run them.
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        found = measure(replace(ready, rounds=rounds), FLAGS, Progress.silent(), TOKENS)
+    assert not ready.folder.exists()
+    return found
 
 
 @pytest.fixture(scope="module")
 def tuned(pair: tuple[Path, Path], measured: CalibrationResult) -> Tuned:
     target, drafter = (Model(name=str(path), fingerprint=fingerprint(path)) for path in pair)
-    return summarize(measured, Subject(target, drafter, MAX_K + 1))
+    return summarize(measured, Subject(target, drafter, MAX_K + 1, FLAGS))
+
+
+def test_the_servers_are_those_of_the_flags(
+    pair: tuple[Path, Path], measured: CalibrationResult
+) -> None:
+    served = vllm_config_of(str(pair[0]), FLAGS)
+    for facts in (measured.bare, measured.drafting):
+        assert facts.config == server_config(served)
+        assert (facts.runner, facts.dtype) == ("V1", "float32")
 
 
 def test_steps_verify_and_draft_the_k_of_their_round(measured: CalibrationResult) -> None:
     assert {(each.batch, each.k) for each in measured.rounds} == {
-        (batch, k) for batch in (1, 2) for k in range(MAX_K + 1)
+        (batch, k) for batch in (1, 2) for k in LADDER
     }
     for each in measured.rounds:
         steps = [step for turn in each.turns for step in turn.steps]
@@ -75,7 +88,7 @@ def test_steps_verify_and_draft_the_k_of_their_round(measured: CalibrationResult
         diagonal = [step for step in steps if step.verified == step.drafted == each.k]
         assert len(diagonal) > len(steps) / 3
         assert all(step.seconds > 0 for step in steps)
-        assert all(len(turn.bare) == 3 for turn in each.turns)
+        assert all(len(turn.bare) >= 3 for turn in each.turns)
         assert sum(step.tokens for step in each.prefill_bare) > 0
         assert sum(step.tokens for step in each.prefill_drafting) > 0
 
@@ -94,7 +107,76 @@ def test_a_random_drafter_does_not_pay(tuned: Tuned) -> None:
     assert tuned.acceptance.tokens[MAX_K].value < 1.3
     assert tuned.table == [(1, MAX_BATCH, 0)]
     assert (tuned.runner, tuned.dtype) == ("V1", "float32")
+    assert (tuned.flags, tuned.turns) == (list(FLAGS), "slices")
     assert all(tuned.draft[batch][MAX_K].value > 0 for batch in (1, 2))
+
+
+def test_steps_are_recorded_a_step_ahead_of_the_model(
+    pair: tuple[Path, Path], run_engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU vLLM always schedules in step; what a GPU does is pinned here for once."""
+    from vllm import SamplingParams
+    from vllm.platforms.cpu import CpuPlatform
+
+    usual = CpuPlatform.check_and_update_config
+
+    def keep_ahead(vllm_config: Any) -> None:
+        usual(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep_ahead))
+    calibration = CalibrationSettings(folder=tmp_path, max_batch=MAX_BATCH)
+    speculation = {"method": "dflash", "model": str(pair[1]), "num_speculative_tokens": MAX_K}
+    with run_engine(
+        pair[0],
+        max_model_len=256,
+        max_num_seqs=8,
+        skip_tokenizer_init=True,
+        speculative_config=speculation,
+        scheduler_cls=SCHEDULER,
+        additional_config=with_section({}, CALIBRATION, calibration),
+    ) as llm:
+        asks = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=20,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=round_option(RoundTag(7, place, 2)),
+            )
+            for place in range(2)
+        ]
+        prompts = [{"prompt_token_ids": [5 + place, 9, 2, 44]} for place in range(2)]
+        llm.generate(prompts, asks, use_tqdm=False)
+    recorded = RecordedSteps(tmp_path)
+    assert recorded.facts().config.async_scheduling
+    steps = recorded.new()
+    assert (steps[0].prompt_tokens, steps[0].decoded, steps[0].round) == (8, [], 7)
+    decoding = [step for step in steps[1:] if len(step.decoded) == 2]
+    # Four steps with K = 2, then one with none, each verified by the step after it.
+    assert [step.drafted for step in steps[:10]] == [2, 2, 2, 2, 0] * 2
+    assert [step.decoded[0][1] for step in decoding[:9]] == [2, 2, 2, 2, 0, 2, 2, 2, 2]
+    assert all(step.seconds is not None and step.seconds > 0 for step in steps)
+    assert sum(tokens for step in steps for place, _, tokens in step.decoded if place == 0) >= 19
+
+
+@pytest.mark.parametrize("flags", [(), ("--tensor-parallel-size", "4")])
+def test_on_a_gpu_the_measured_server_has_the_graphs_of_the_served_one(
+    flags: tuple[str, ...],
+) -> None:
+    max_batch = 64  # with K = 15 more tokens than vLLM captures by default
+    rows = run_on_fake_gpu("support.tune_resolution", "H100", str(max_batch), *flags)
+    bare, drafting, live = rows["bare"], rows["drafting"], rows["live"]
+    for row in (bare, drafting):
+        assert row["sections"] == ["calibration"]
+        assert row["runner"] == "V2"
+        assert row["async_scheduling"]
+        assert row["cudagraph_mode"] == live["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+        assert row["max_num_seqs"] == live["max_num_seqs"]
+        assert row["tensor_parallel_size"] == (4 if flags else 1)
+    assert drafting["full_graphs"].keys() == live["full_graphs"].keys()  # every K of the ladder
+    assert min(drafting["full_graphs"].values()) >= max_batch
+    assert min(live["full_graphs"].values()) < max_batch
 
 
 def test_an_engine_with_the_table_drafts_by_batch_size(

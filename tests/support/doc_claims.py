@@ -19,7 +19,6 @@ from leadout.check.trials import FINALISTS, SCREEN_EVERY
 from leadout.control.policy import PROBE_TIME_SHARE, ladder_up_to
 from leadout.control.prompt_lookup import MIN_MATCH
 from leadout.control.tuned_file import NEARLY_EQUAL
-from leadout.engine.calibration import GPU_SHARE
 from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
 from leadout.evaluate.prompts import MIN_NEW_PROMPTS
 from leadout.learn.config import LearnConfig
@@ -89,7 +88,7 @@ def claims() -> dict[str, list[str]]:
         "docs/quickstart.md": _quickstart(),
         "docs/results.md": _results(),
         "docs/scale.md": _scale(),
-        "docs/tune.md": [f"with {GPU_SHARE:.0%} of the memory", f"({NEARLY_EQUAL:.0%})"],
+        "docs/tune.md": [f"({NEARLY_EQUAL:.0%})"],
     }
 
 

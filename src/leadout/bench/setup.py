@@ -8,7 +8,6 @@ vLLM is always two arms, `bare` and `bare-again`: the ratio of the two is the er
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,17 +21,12 @@ from leadout.bench.settings import BenchError
 from leadout.data.prompts import prompts_hash
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import server_command
+from leadout.engine.server_turns import Launch, Turns, machine_environment, machine_flags
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.models import last_part
 from leadout.provenance import redacted
 
 BARE, BARE_AGAIN, FIXED, TUNED, LIVE = "bare", "bare-again", "fixed", "tuned", "live"
-Turns = Literal["slices", "waves", "single"]
-KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # in GiB, read on CPUs only
-SMALL_KV_SPACE = "1"  # vLLM's default is most of the memory, for each of several servers
-# Compilation takes minutes on CPUs, and vLLM's own kernels are faster.
-CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops": ["all"]}')
-_GPU_MEMORY = 0.9  # vLLM's own default, here for all servers together
 _SECONDS_BETWEEN_ROUNDS = 0.5  # counters, and the first prefills of a load
 
 
@@ -257,33 +251,23 @@ def common_flags(concurrencies: Sequence[int], on_cpu: bool, servers: int) -> li
     flags = ["--max-num-seqs", str(max(concurrencies))]
     # Prompts repeat between rounds: with a prefix cache they would not be computed again.
     flags.append("--no-enable-prefix-caching")
-    if on_cpu:
-        return [*flags, *CPU_FLAGS]
-    if servers == 1:
-        return flags
-    # All of them share the same accelerators.
-    return [*flags, "--gpu-memory-utilization", f"{_GPU_MEMORY / servers:.2f}"]
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    command: list[str]
-    environment: dict[str, str]
+    return [*flags, *machine_flags(on_cpu, servers)]
 
 
 def arm_command(arm: Arm, target: str, flags: Sequence[str]) -> Launch:
     """How an arm's server is started; bare and fixed arms are plain vLLM, without our plugin unless
     the arm is there to measure Leadout's draft class."""
-    environment = {KV_SPACE: os.environ.get(KV_SPACE, SMALL_KV_SPACE)}
+    environment = machine_environment()
     if arm.kind in ("tuned", "live"):
         serve = [sys.executable, "-m", "leadout", "serve", target]
         draft = [] if arm.drafter is None else ["--draft", arm.drafter]
         tuned = [] if arm.tuned is None else ["--tuned", arm.tuned]
         live = ["--live"] if arm.kind == "live" else []
-        return Launch([*serve, *draft, *tuned, *live, *flags], environment)
+        return Launch(arm.name, [*serve, *draft, *tuned, *live, *flags], environment)
     own = [] if arm.is_bare else ["--speculative-config", _speculation(arm)]
     switch = {} if arm.leadout_class else {SWITCH: "0"}
-    return Launch(server_command(target, [*flags, *own]), {**environment, **switch})
+    command = server_command(target, [*flags, *own])
+    return Launch(arm.name, command, {**environment, **switch})
 
 
 def _speculation(arm: Arm) -> str:

@@ -70,7 +70,11 @@ app.command(
     cls=settings_command("leadout.engine.settings:ServeSettings"),
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve.serve)
-app.command("tune", cls=settings_command("leadout.tune.settings:TuneSettings"))(tune.tune)
+app.command(
+    "tune",
+    cls=settings_command("leadout.tune.settings:TuneSettings"),
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(tune.tune)
 app.command("check", cls=settings_command("leadout.check.settings:CheckSettings"))(check.check)
 app.command(
     "bench",

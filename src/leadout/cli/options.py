@@ -178,7 +178,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "selftest": (ENGINE, AIOHTTP),
     "serve": (ENGINE,),
     "train": (ENGINE,),
-    "tune": (ENGINE,),
+    "tune": (ENGINE, AIOHTTP),
 }
 
 

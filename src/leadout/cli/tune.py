@@ -17,8 +17,9 @@ def tune(
 ) -> None:
     """Measure a pair, and write how many tokens to draft at each batch size.
 
-    Exits with 0 if drafting pays at some batch size, with 1 if the pair is better served without
-    the drafter.
+    Starts two servers, without and with the drafter. All other flags are passed on to vLLM: give
+    those that you will serve with. Exits with 0 if drafting pays at some batch size, with 1 if the
+    pair is better served without the drafter.
     """
     require("tune")
 
@@ -27,7 +28,7 @@ def tune(
     from leadout.tune import report, run
     from leadout.tune.settings import TuneSettings
 
-    settings = settings_of(context, TuneSettings)
+    settings = settings_of(context, TuneSettings, server_flags=tuple(context.args))
     if plan:
         planned = run.plan(settings)
         typer.echo(planned.model_dump_json(indent=2) if as_json else planned.text())

@@ -182,6 +182,17 @@ class PrefillLaw(_Part):
         return self.base + self.per_token * tokens
 
 
+class ServerConfig(_Part):
+    """What else changes the cost of a step, as vLLM resolved it for the bare server."""
+
+    async_scheduling: bool
+    cuda_graphs: str  # vLLM's cudagraph_mode
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    quantization: str | None
+    kv_cache_dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """The K that loses least at a batch size where every K loses."""
@@ -213,6 +224,10 @@ class Tuned(_Part):
     table: list[Range]
     break_even: float | None
     loses_above: int | None
+    # The measured servers; not recorded by earlier versions.
+    flags: list[str] = Field(default_factory=list)  # the user's for vLLM, without keys
+    server: ServerConfig | None = None
+    turns: Literal["slices", "waves", "single"] | None = None
 
     @model_validator(mode="after")
     def _table_covers_all_batch_sizes(self) -> Self:

@@ -26,7 +26,9 @@ Engines for other commands
 - `child_process`: runs modules in child processes, and guards processes against leaks
 - `offline`: text generation without a server
 - `draft_recorder`: records the tensors of a running drafter
-- `calibration`: step times with and without drafts, for `leadout tune`
+- `calibration`: step times of servers with and without drafts, for `leadout tune`
+- `step_records`, `step_clock`: what each step of such a server did, and how long it took
+- `server_turns`: servers that are measured against each other
 - `load_test`: load tests of a server, for `leadout bench`
 - `installation`: which vLLM is installed, and whether it works
 

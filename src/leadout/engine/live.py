@@ -8,8 +8,6 @@ log and, through a small file, to `/metrics` in the API process. Requests can li
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +29,7 @@ from leadout.engine.counters import (
     small_file,
     write_small,
 )
+from leadout.engine.step_clock import Moment, StepClock
 
 DRAFT_OPTION = "leadout_draft"  # in a request's `vllm_xargs`
 OFF = "off"
@@ -117,35 +116,6 @@ def read_live_metrics(path: Path) -> LiveMetrics | None:
     return metrics
 
 
-class Continuations:
-    """Counts how often this process was continued (SIGCONT) after it had been stopped.
-
-    `leadout bench` stops servers while others have their turn, and a step's time then says nothing
-    about its work. A handler does not change the signal's effect.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._is_listening = False
-        self._previous: Any = None
-
-    def listen(self) -> None:
-        """Count from now on; does nothing outside of the main thread, which alone can."""
-        if self._is_listening or threading.current_thread() is not threading.main_thread():
-            return
-        self._is_listening = True
-        self._previous = signal.signal(signal.SIGCONT, self._continued)
-        signal.siginterrupt(signal.SIGCONT, False)  # system calls go on, as without a handler
-
-    def _continued(self, number: int, frame: Any) -> None:
-        self.count += 1
-        if callable(self._previous):
-            self._previous(number, frame)
-
-
-CONTINUATIONS = Continuations()
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step in flight."""
@@ -153,8 +123,7 @@ class Step:
     request_ids: Sequence[str]
     decision: Decision
     available: int  # drafts of the drafter that could be verified
-    continuations: int  # of the process, before it started
-    started: float
+    scheduled: Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +175,7 @@ class LiveControl:
         self._sums: Counter[str] = Counter()  # of steps since the last write
         self._written = float("-inf")
         self._logged = time.monotonic()
-        self._last_end = 0.0  # when the last step's output arrived
-        self._last_continuations = 0  # of the process, before that
-        CONTINUATIONS.listen()
+        self._clock = StepClock()
         self._has_logged_bad_option = False
 
     def plan(self, requests: Sequence[Any]) -> tuple[Step, list[Drafts]]:
@@ -242,12 +209,11 @@ class LiveControl:
             ]
             replaced = {id(request) for request, _, _ in lookups}
             changed = [each for each in changed if id(each[0]) not in replaced] + lookups
-        step = Step(request_ids, decision, sum(available), CONTINUATIONS.count, time.perf_counter())
-        return step, changed
+        return Step(request_ids, decision, sum(available), self._clock.start()), changed
 
     def step_done(self, step: Step, report: StepReport) -> None:
         """Learn from a step."""
-        seconds = self._seconds_of(step)
+        seconds = self._clock.end(step.scheduled)
         decision, request_ids = step.decision, step.request_ids
         scheduled, verified, sampled = report.scheduled, report.verified, report.sampled
         use_lookup, planned = decision.use_lookup, decision.verify
@@ -283,17 +249,6 @@ class LiveControl:
 
     def close(self) -> None:
         self._metrics_path.unlink(missing_ok=True)
-
-    def _seconds_of(self, step: Step) -> float | None:
-        """The time of a step that has just ended; None if the process was stopped meanwhile."""
-        # With several steps in flight, one effectively starts when the one before it ends.
-        started, before = max(
-            (step.started, step.continuations), (self._last_end, self._last_continuations)
-        )
-        # A stop between these lines belongs to this step and to the next one.
-        self._last_continuations = CONTINUATIONS.count
-        self._last_end = time.perf_counter()
-        return self._last_end - started if CONTINUATIONS.count == before else None
 
     def _limits_of(self, requests: Sequence[Any], request_ids: Sequence[str]) -> Ints | None:
         """None if no request has a limit of its own."""

@@ -1,10 +1,11 @@
 """A constant load on a server: streamed requests, timed by a clock that stops with the server.
 
 `ServerLoad` keeps a fixed number of requests in flight: when one ends, the next prompt is sent.
+`BatchLoad` sends a batch of requests at once, for servers that record their own steps.
 vLLM's own generator (`vllm bench serve`) sends a fixed number of requests by the wall clock. Here
-servers take turns and are stopped between them (`leadout.bench.turns`), so every time is taken from
-a `RunningClock`, which counts only while its server runs, and throughput is counted over a window
-in which the load is constant.
+servers take turns and are stopped between them (`server_turns`), so every time is taken from a
+`RunningClock`, which counts only while its server runs, and throughput is counted over a window in
+which the load is constant.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ def client_session(api_key: str | None = None) -> ClientSession:
 
 def api_key_of(flags: Sequence[str]) -> str | None:
     """The key that a server asks for: of its flags, or of its environment."""
+    return flag_value("--api-key", flags) or os.environ.get("VLLM_API_KEY")
+
+
+def flag_value(name: str, flags: Sequence[str]) -> str | None:
+    """The value of a flag, also of one written as `--name=value`; None without it."""
     words = [word for flag in flags for word in flag.split("=", 1)]
-    if "--api-key" in words[:-1]:
-        return words[words.index("--api-key") + 1]
-    return os.environ.get("VLLM_API_KEY")
+    return words[words.index(name) + 1] if name in words[:-1] else None
 
 
 class LoadRequest(Message):
@@ -178,24 +182,13 @@ class ServerLoad:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes the connections; the server aborts what is left as soon as it runs."""
-        for client in self._clients:
-            client.cancel()
-        for client in self._clients:
-            with suppress(asyncio.CancelledError, Exception):
-                await client
+        await _cancel(self._clients)
 
     @property
     def is_constant(self) -> bool:
         """Whether every client has received a token; raises the first error of a request."""
-        self._require_no_error()
+        _require_no_error(self._clients, self._label)
         return len(self._answered) == self._request.concurrency
-
-    def _require_no_error(self) -> None:
-        for client in self._clients:
-            if client.done() and not client.cancelled() and (problem := client.exception()):
-                reason = str(problem) or type(problem).__name__
-                raise EngineError(f"{self._label}: {reason}") from problem
 
     def open_window(self) -> None:
         self._window = _Window(started=self._clock.seconds)
@@ -204,7 +197,7 @@ class ServerLoad:
 
     def close_window(self, processor_seconds: float) -> LoadResult:
         """What was measured, without the server's draft counters."""
-        self._require_no_error()
+        _require_no_error(self._clients, self._label)
         window, self._window = self._window, None
         assert window is not None
         for stream in self._streams.values():
@@ -286,6 +279,66 @@ class ServerLoad:
             window.gaps.append(now - before)
             stream.window_seconds += now - before
             stream.window_tokens += new
+
+
+class BatchLoad:
+    """`async with BatchLoad(...) as load:` sends all requests, and aborts them when the block ends.
+
+    `bodies` are those of requests to `/v1/completions`.
+    """
+
+    def __init__(
+        self,
+        session: ClientSession,
+        url: str,
+        bodies: Sequence[dict[str, object]],
+        label: str = "",
+    ) -> None:
+        """`label` names the server in errors."""
+        self._session, self._url, self._bodies = session, url, bodies
+        self._label = label or url
+        self._clients: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._clients = [asyncio.create_task(self._send(body)) for body in self._bodies]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await _cancel(self._clients)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a request has ended; raises the first error of a request."""
+        _require_no_error(self._clients, self._label)
+        return any(client.done() for client in self._clients)
+
+    async def _send(self, body: dict[str, object]) -> None:
+        body = {**body, "stream": True}
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise EngineError(
+                    f"The server answered {response.status}: {(await response.text())[:500]}"
+                )
+            async for line in response.content:
+                data = line[len(_DATA) :].strip()
+                if line.startswith(_DATA) and data.startswith(b'{"error"'):
+                    raise EngineError(f"The server reported {data.decode()}.")
+
+
+async def _cancel(clients: Sequence[asyncio.Task[None]]) -> None:
+    """Closes the connections; the server aborts what is left as soon as it runs."""
+    for client in clients:
+        client.cancel()
+    for client in clients:
+        with suppress(asyncio.CancelledError, Exception):
+            await client
+
+
+def _require_no_error(clients: Sequence[asyncio.Task[None]], label: str) -> None:
+    for client in clients:
+        if client.done() and not client.cancelled() and (problem := client.exception()):
+            reason = str(problem) or type(problem).__name__
+            raise EngineError(f"{label}: {reason}") from problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""Schedulers: vLLM's own, extended by live control, the CPU sampling workaround and calibration.
+"""Schedulers: vLLM's own, extended by live control and by a workaround for sampling on CPUs.
 
 vLLM calls `make_scheduler` (`scheduler_cls`) where it would construct its own scheduler. The class
-is put together from what the server's settings ask for: capture, registry, live control, and on
-CPUs the sampling workaround. Without any of them it is vLLM's own class. An error in live control
-costs one log line; from then on the scheduler does what vLLM's does.
+is put together from what the server's settings ask for: capture, registry, live control, the
+records of `leadout tune`, and on CPUs the sampling workaround. Without any of them it is vLLM's own
+class. An error in live control costs one log line; from then on the scheduler does what vLLM's
+does.
 
 When scheduling runs ahead of the model (`async_scheduling`), and always under the V2 runner, the
 scheduler sees placeholders instead of drafts: it can choose their number, but not their content.
@@ -14,10 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any
 
 import vllm
@@ -32,6 +30,7 @@ from leadout.engine.live import LiveControl, Step, StepReport, live_metrics_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.rollout import RolloutMixin
 from leadout.engine.settings import (
+    CALIBRATION,
     CAPTURE,
     LIVE,
     REGISTRY,
@@ -40,11 +39,13 @@ from leadout.engine.settings import (
     restore_draft_table,
     sections_of,
 )
+from leadout.engine.step_records import MAX_IN_FLIGHT, StepRecordingMixin
 from leadout.engine.vllm_adapter import (
     CAPTURE_OF_TRAFFIC,
     LIVE_CONTROL,
     ROLLOUT,
     SAMPLING_WORKAROUND,
+    STEP_RECORDS,
     AsyncScheduler,
     Scheduler,
     engine_index,
@@ -54,9 +55,6 @@ from leadout.engine.vllm_adapter import (
 )
 
 logger = init_logger("vllm.leadout")
-
-CALIBRATION_SCHEDULER = f"{__name__}.CalibrationScheduler"
-MAX_IN_FLIGHT = 64  # outputs that never come back must not accumulate
 
 
 def make_scheduler(vllm_config: Any, **settings: Any) -> Any:
@@ -81,6 +79,7 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
     features: dict[str, tuple[type[Any], str]] = {
         CAPTURE: (CaptureMixin, CAPTURE_OF_TRAFFIC),
         REGISTRY: (RolloutMixin, ROLLOUT),
+        CALIBRATION: (StepRecordingMixin, STEP_RECORDS),
     }
     mixins = [
         mixin for name, (mixin, part) in features.items() if name in sections and is_usable(part)
@@ -275,47 +274,3 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
 
 class LiveAsyncScheduler(LiveScheduler, AsyncScheduler):  # type: ignore[misc]
     """Live control with scheduling one step ahead of the model."""
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What one step did."""
-
-    prompt_tokens: int = 0
-    drafted: int = 0  # for the next step, for each request
-    verified: dict[str, int] = field(default_factory=dict)  # by decoding request
-    tokens: dict[str, int] = field(default_factory=dict)  # sampled, by decoding request
-
-
-class CalibrationScheduler(Scheduler):  # type: ignore[misc]
-    """Drafts as many tokens as `drafts` says, one number a step, and records what each step did.
-
-    Requires `async_scheduling=False`: each step is complete before the next is scheduled.
-    """
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.drafts: Iterator[int] = repeat(self.num_spec_tokens)
-        self.last_step: StepRecord | None = None
-
-    def schedule(self, *arguments: Any, **settings: Any) -> Any:
-        output = super().schedule(*arguments, **settings)
-        if self.num_spec_tokens and output.total_num_scheduled_tokens:
-            output.num_spec_tokens_to_schedule = next(self.drafts)
-        return output
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self.last_step = self._record(scheduler_output, model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
-
-    def _record(self, scheduled: Any, output: Any) -> StepRecord:
-        drafted = scheduled.num_spec_tokens_to_schedule if self.num_spec_tokens else 0
-        record = StepRecord(drafted=drafted)
-        for request_id, count in scheduled.num_scheduled_tokens.items():
-            if self.requests[request_id].num_output_tokens == 0:
-                record.prompt_tokens += count
-                continue
-            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
-            sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
-            record.verified[request_id], record.tokens[request_id] = len(drafts), len(sampled)
-        return record

@@ -14,7 +14,7 @@ from typing import Any
 
 from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
 from leadout.control.policy import ladder_up_to
-from leadout.control.tuned_file import Tuned, read_tuned
+from leadout.control.tuned_file import Range, Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.cuda_graphs import flags_for_all_batches, graph_notes
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
@@ -22,6 +22,7 @@ from leadout.engine.server import server_command
 from leadout.engine.settings import (
     IDLE_DRAFTER_WORKER,
     SCHEDULER,
+    CalibrationSettings,
     CaptureSettings,
     DraftTableSettings,
     LiveSettings,
@@ -74,18 +75,21 @@ class Plan:
     environment: dict[str, str] = field(default_factory=dict)  # in addition to the caller's
 
 
-def make_plan(settings: ServeSettings) -> Plan:
-    """The server for these settings, or a `LeadoutError` that says why there is none."""
+def make_plan(settings: ServeSettings, calibration: CalibrationSettings | None = None) -> Plan:
+    """The server for these settings, or a `LeadoutError` that says why there is none.
+
+    With `calibration` it is one for `leadout tune`: it drafts what its requests ask for.
+    """
     if settings.target.startswith("-"):
         raise SettingsError(
             f"Expected the target before {settings.target}: `leadout serve TARGET [FLAGS]`."
         )
-    return _Planner(settings).plan()
+    return _Planner(settings, calibration).plan()
 
 
 class _Planner:
-    def __init__(self, settings: ServeSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ServeSettings, calibration: CalibrationSettings | None) -> None:
+        self._settings, self._calibration = settings, calibration
         self._notes: list[str] = []
         # Refuses unknown flags.
         parsed = parse(settings.target, settings.vllm_flags) if settings.vllm_flags else None
@@ -189,7 +193,11 @@ class _Planner:
         flags = self._fitting_flags(drafter, checkpoint)
         if not any(map(is_speculation, flags)):
             return self._without_drafter(flags)
-        features = Features(capture=settings.capture_settings, draft_table=self._draft_table)
+        features = Features(
+            capture=settings.capture_settings,
+            draft_table=self._draft_table,
+            calibration=self._calibration,
+        )
         if settings.live:
             tuned = None if settings.tuned is None else settings.tuned.resolve()
             features = replace(features, live=LiveSettings(tuned=tuned))
@@ -201,8 +209,9 @@ class _Planner:
         return self._with_features(flags, features)
 
     def _without_drafter(self, flags: list[str]) -> Plan:
-        """Capture is the one feature that needs no drafter."""
-        return self._with_features(flags, Features(capture=self._settings.capture_settings))
+        """Capture and calibration are the features that need no drafter."""
+        capture, calibration = self._settings.capture_settings, self._calibration
+        return self._with_features(flags, Features(capture=capture, calibration=calibration))
 
     def _with_features(self, flags: list[str], features: Features) -> Plan:
         notes, capture = self._notes, features.capture
@@ -243,11 +252,15 @@ class _Planner:
         if tuned is not None:
             notes += differences_from_measurement(tuned, config)
             notes += below_break_even(tuned, config.scheduler_config.max_num_seqs)
+        calibration = self._calibration
         if tuned is None or is_live:
             asked = self._speculation.get(DRAFT_LENGTH)
+            if calibration is not None:
+                asked = checkpoint.config.max_draft_tokens
             lengths: dict[str, Any] = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
-            if is_live:
+            if is_live or calibration is not None:
                 lengths |= ladder_table(lengths[DRAFT_LENGTH], self._speculation, config)
+            if is_live:
                 start = "the costs in the tuned file" if tuned else "its own measurements only"
                 notes.append(
                     f"--live: K is the maximum; chosen at every step, starting from {start}"
@@ -271,14 +284,20 @@ class _Planner:
         findings = examine(pair_of(config))
         notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
         raise_if_unfit(findings)
-        if tuned is not None and not is_live:
+        if calibration is not None:  # the graphs that `serve --tuned` will have
+            ladder = ladder_up_to(draft_tokens)
+            every_k: list[Range] = [(1, calibration.max_batch, k) for k in ladder]
+            parsed = parse(self._target, flags)
+            flags = with_graphs_for(every_k, parsed, flags, config, notes)
+        elif tuned is not None and not is_live:
             measured = served_table(tuned, config)
             flags = with_graphs_for(measured, parse(self._target, flags), flags, config, notes)
         elif is_live:
             notes += graph_notes(config)[:1]  # of the largest K: those of the others end later
             if table:
-                ladder = {k for _, _, k in table}
-                flags += flags_for_all_batches(parse(self._target, flags), config, ladder)
+                flags += flags_for_all_batches(
+                    parse(self._target, flags), config, {k for _, _, k in table}
+                )
         else:
             notes += graph_notes(config)
         return flags

@@ -20,6 +20,7 @@ from leadout.registry import VERSIONS, Registry
 from leadout.settings import Settings, setting
 
 LIVE, CAPTURE, REGISTRY, DRAFT_TABLE = "live", "capture", "registry", "draft_table"
+CALIBRATION = "calibration"
 # vLLM's `scheduler_cls` for every part that works in the scheduler.
 SCHEDULER = "leadout.engine.scheduler.make_scheduler"
 # vLLM's `worker_cls` for a server that may stop drafting, on the V2 runner.
@@ -76,6 +77,13 @@ class DraftTableSettings(Section):
     """
 
     rows: tuple[tuple[int, int, int], ...]  # first batch size, last batch size, K
+
+
+class CalibrationSettings(Section):
+    """Calibration: draft what the requests of `leadout tune` ask for, and record each step."""
+
+    folder: Path  # for the records
+    max_batch: int = Field(ge=1)  # the largest batch that is measured
 
 
 _Section = TypeVar("_Section", bound=Section)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from leadout.control.policy import ladder_up_to
-from leadout.control.tuned_file import Range, Tuned
+from leadout.control.tuned_file import Range, ServerConfig, Tuned
 from leadout.engine.cuda_graphs import (
     SIZES_FLAG,
     are_sizes_chosen,
@@ -18,6 +18,7 @@ from leadout.engine.cuda_graphs import (
     sizes_for,
     uncovered,
 )
+from leadout.engine.step_records import server_config
 from leadout.engine.vllm_adapter import model_runner
 from leadout.models import ModelNotFoundError
 from leadout.provenance import machine
@@ -57,7 +58,8 @@ def with_graphs_for(
 ) -> list[str]:
     """The flags with full CUDA graphs for all batches of the table, unless the user decides.
 
-    `table` has the batches that were measured; `parsed` and `config` are vLLM's of these flags.
+    `table` has the batches that `leadout tune` measures or has measured; `parsed` and `config` are
+    vLLM's of these flags.
     """
     if not has_full_decode_graphs(config):
         return flags
@@ -157,8 +159,14 @@ def differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:
         "model runner": (tuned.runner, model_runner(vllm_config)),
         "dtype": (tuned.dtype, str(model.dtype).removeprefix("torch.")),
     }
+    if tuned.server is not None:
+        served = server_config(vllm_config)
+        pairs |= {
+            name: (getattr(tuned.server, name), getattr(served, name))
+            for name in ServerConfig.model_fields
+        }
     notes = [
-        f"--tuned: measured with {name} {old or 'absent'}, now {new or 'absent'}; tune again"
+        f"--tuned: measured with {name} {_shown(old)}, now {_shown(new)}; tune again"
         for name, (old, new) in pairs.items()
         if old != new
     ]
@@ -169,3 +177,7 @@ def differences_from_measurement(tuned: Tuned, vllm_config: Any) -> list[str]:
             "larger --max-batch"
         )
     return notes
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is None else str(value)

@@ -85,6 +85,7 @@ OBJECTS = {
 }
 
 LIVE_CONTROL = "live control"
+STEP_RECORDS = "recording of steps"
 CAPTURE_OF_TRAFFIC = "capture"
 ROLLOUT = "rollout of drafter versions"
 SAMPLING_WORKAROUND = "workaround for sampling on CPUs"
@@ -128,29 +129,40 @@ _PROPOSE = Internal(
     "dp_sync_state=, dummy_run=, skip_attn_for_dummy_run=, mm_inputs=, is_profile=, "
     "num_speculative_tokens=",
 )
+# Of a step that is watched, and whose K is set.
+_WATCHED_STEP = (
+    _SCHEDULE,
+    _UPDATE_AFTER,
+    Internal(_SCHEDULER, "update_from_output", "self, scheduler_output, model_runner_output"),
+    Internal(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        "_update_after_schedule",
+        "self, scheduler_output",
+    ),
+    *_attributes(_SCHEDULER, "running num_spec_tokens"),
+    *_attributes(_REQUEST, "sampling_params"),
+    *_attributes(_OUTPUT, "num_spec_tokens_to_schedule scheduled_spec_decode_tokens"),
+    *_attributes(_OUTPUT, "num_scheduled_tokens total_num_scheduled_tokens"),
+    *_attributes(_RUNNER_OUTPUT, "sampled_token_ids req_id_to_index"),
+)
 
 INTERNALS: dict[str, tuple[Internal, ...]] = {
     LIVE_CONTROL: (
-        _SCHEDULE,
-        _UPDATE_AFTER,
+        *_WATCHED_STEP,
         _FREE_REQUEST,
-        Internal(_SCHEDULER, "update_from_output", "self, scheduler_output, model_runner_output"),
-        Internal(
-            "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
-            "_update_after_schedule",
-            "self, scheduler_output",
-        ),
         Internal(
             "vllm.v1.structured_output:StructuredOutputManager",
             "validate_tokens",
             "self, request, spec_tokens",
         ),
-        *_attributes(_SCHEDULER, "running structured_output_manager num_spec_tokens"),
-        *_attributes(_REQUEST, "spec_token_ids is_prefill_chunk sampling_params all_token_ids"),
-        *_attributes(_OUTPUT, "num_spec_tokens_to_schedule num_invalid_spec_tokens"),
-        *_attributes(_OUTPUT, "scheduled_spec_decode_tokens num_scheduled_tokens"),
-        *_attributes(_OUTPUT, "total_num_scheduled_tokens"),
-        *_attributes(_RUNNER_OUTPUT, "sampled_token_ids req_id_to_index"),
+        *_attributes(_SCHEDULER, "structured_output_manager"),
+        *_attributes(_REQUEST, "spec_token_ids is_prefill_chunk all_token_ids"),
+        *_attributes(_OUTPUT, "num_invalid_spec_tokens"),
+    ),
+    STEP_RECORDS: (
+        *_WATCHED_STEP,
+        *_attributes(_SCHEDULER, "requests"),
+        *_attributes(_REQUEST, "num_output_tokens"),
     ),
     CAPTURE_OF_TRAFFIC: (
         _FREE_REQUEST,

@@ -15,12 +15,14 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from leadout.engine.settings import (
+    CALIBRATION,
     CAPTURE,
     DRAFT_TABLE,
     LIVE,
     REGISTRY,
     SCHEDULER,
     WORKER_EXTENSION,
+    CalibrationSettings,
     CaptureSettings,
     DraftTableSettings,
     LiveSettings,
@@ -31,17 +33,16 @@ from leadout.engine.settings import (
     with_section,
 )
 from leadout.errors import LeadoutError
-from leadout.settings import SettingsError
+from leadout.settings import Settings, SettingsError
 
 _UNRECOGNIZED = "unrecognized arguments: "  # argparse's message
-_HELP = "See `leadout serve --help` and `vllm serve --help=all`."
 
 
-def parse(target: str, flags: Sequence[str]) -> Any:
+def parse(target: str, flags: Sequence[str], command: type[Settings] = ServeSettings) -> Any:
     """The flags as vLLM's server parses them; refuses unknown and abbreviated ones.
 
     vLLM accepts any unambiguous beginning of its flags. Leadout does not: `--live-m` is more
-    likely a misspelt flag of Leadout's than an abbreviation.
+    likely a misspelt flag of Leadout's than an abbreviation. `command` is the one that got them.
     """
     from leadout.engine.vllm_adapter import FlexibleArgumentParser, make_arg_parser
 
@@ -49,13 +50,14 @@ def parse(target: str, flags: Sequence[str]) -> Any:
         def error(self, message: str) -> NoReturn:
             if message.startswith(_UNRECOGNIZED):
                 unknown = message.removeprefix(_UNRECOGNIZED).split()[0]
-                raise SettingsError(_unknown_flag(unknown, list(self._option_string_actions)))
-            raise SettingsError(f"vLLM refuses its flags: {message}. {_HELP}")
+                known = list(self._option_string_actions)
+                raise SettingsError(_unknown_flag(unknown, known, command))
+            raise SettingsError(f"vLLM refuses its flags: {message}. {_help(command)}")
 
     parser = make_arg_parser(Parser(allow_abbrev=False))
     parsed = parser.parse_args(["--model", target, *flags])
     if parsed.model_tag is not None:  # what `vllm serve` takes for the model
-        raise SettingsError(_unknown_flag(parsed.model_tag, []))
+        raise SettingsError(_unknown_flag(parsed.model_tag, [], command))
     if parsed.model != target:
         raise SettingsError(
             f"--model {parsed.model} among vLLM's flags would replace the target {target}. Remove "
@@ -64,21 +66,27 @@ def parse(target: str, flags: Sequence[str]) -> Any:
     return parsed
 
 
-def _unknown_flag(word: str, vllm_flags: Sequence[str]) -> str:
+def _help(command: type[Settings]) -> str:
+    return f"See `leadout {command.command} --help` and `vllm serve --help=all`."
+
+
+def _unknown_flag(word: str, vllm_flags: Sequence[str], command: type[Settings]) -> str:
+    flags = command.flags()
     if not word.startswith("-"):
+        arguments = " and ".join(each for each in flags if not each.startswith("--"))
+        draft = " Name the drafter with --draft." if "--draft" in flags else ""
         return (
-            f"Unexpected argument {word}: `leadout serve` takes one, the target. Name the drafter "
-            f"with --draft. {_HELP}"
+            f"Unexpected argument {word}: `leadout {command.command}` takes {arguments} "
+            f"only.{draft} {_help(command)}"
         )
     name = word.partition("=")[0]
-    fields = ServeSettings.model_fields.keys() - {"target", "vllm_flags"}
-    ours = [*map(ServeSettings.flag_of, fields), "--plan"]
+    ours = [*(each for each in flags if each.startswith("--")), "--plan"]
     nearest = difflib.get_close_matches(name, ours, n=1, cutoff=0.7)
     nearest = nearest or difflib.get_close_matches(name, vllm_flags, n=1)
     suggestion = f" Did you mean {nearest[0]}?" if nearest else ""
     return (
-        f"{name} is not a flag of `leadout serve` or of vLLM; flags must be written in full."
-        f"{suggestion} {_HELP}"
+        f"{name} is not a flag of `leadout {command.command}` or of vLLM; flags must be written in "
+        f"full.{suggestion} {_help(command)}"
     )
 
 
@@ -142,6 +150,7 @@ class Features:
     capture: CaptureSettings | None = None
     registry: RegistrySettings | None = None
     draft_table: DraftTableSettings | None = None
+    calibration: CalibrationSettings | None = None
 
     def sections(self) -> dict[str, Section]:
         """Their settings, by the name of their section in vLLM's additional_config."""
@@ -150,6 +159,7 @@ class Features:
             CAPTURE: self.capture,
             REGISTRY: self.registry,
             DRAFT_TABLE: self.draft_table,
+            CALIBRATION: self.calibration,
         }
         return {name: each for name, each in features.items() if each is not None}
 
@@ -160,8 +170,8 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
     if not sections:
         return []
     first = next(iter(sections))
-    feature = "--tuned" if first == DRAFT_TABLE else f"--{first}"
-    _require_default(feature, parsed, "scheduler_cls")
+    names = {DRAFT_TABLE: "--tuned", CALIBRATION: "`leadout tune`"}
+    _require_default(names.get(first, f"--{first}"), parsed, "scheduler_cls")
     additional = dict(parsed.additional_config or {})
     for name, settings in sections.items():
         additional = with_section(additional, name, settings)

@@ -19,13 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from leadout.bench.setup import Arm
-from leadout.bench.turns import choose_turns, in_waves, until_constant, warm_up
+from leadout.bench.turns import in_waves, until_constant, warm_up
 from leadout.console import Progress
 from leadout.engine.child_process import EngineError
 from leadout.engine.inspection import WorkerFacts
 from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadRequest, LoadResult, api_key_of, client_session
+from leadout.engine.server_turns import choose_turns
 from leadout.environment import collect
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.files import require_writable, write_text
@@ -202,9 +202,8 @@ class _Test:
 
     def _fits_twice(self) -> bool:
         """Whether memory holds two servers; the second may have live control."""
-        arms = [Arm(name=STOCK, kind="fixed"), Arm(name=LIVE, kind="live")]
         folders = [each for each in (self.pair.target, self.pair.drafter) if each is not None]
-        return choose_turns(arms, folders, on_cpu=True) == "waves"
+        return choose_turns(2, folders, on_cpu=True, can_stop=False) == "waves"
 
     async def _start(
         self, name: str, session: ClientSession, running: ExitStack

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import shutil
 import time
@@ -19,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 
-from leadout.bench.setup import CPU_FLAGS, KV_SPACE, SMALL_KV_SPACE
-from leadout.bench.turns import ArmServer
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.checkpoints.store import CONFIG
 from leadout.engine.admin import KEY
@@ -35,6 +32,7 @@ from leadout.engine.inspection import (
 )
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import POLL_SECONDS, Server, server_command
+from leadout.engine.server_turns import CPU_FLAGS, RunningServer, machine_environment
 from leadout.engine.settings import WORKER_EXTENSION, ServeSettings
 from leadout.errors import LeadoutError
 from leadout.files import write_text
@@ -205,7 +203,7 @@ def _planned(plan: Plan, *, inspected: bool) -> PlannedServer:
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:
-    return {**_LOGGING, KV_SPACE: os.environ.get(KV_SPACE, SMALL_KV_SPACE), **own}
+    return {**_LOGGING, **machine_environment(), **own}
 
 
 class TestedServer:
@@ -218,7 +216,7 @@ class TestedServer:
         self._server = Server(
             plan.command, log=log, environment={**plan.environment, KEY: self._key}
         )
-        self.load = ArmServer(name, self._server, session)  # to measure it
+        self.load = RunningServer(name, self._server, session)  # to measure it
         self.start_seconds = 0.0
         self._server.start()
 

@@ -93,8 +93,8 @@ def fit_steps(turns: Sequence[Turn], seed: int = 0) -> StepLaw:
     whole = [turn for turn in turns if turn.bare and turn.steps]
     if not whole:
         raise TuneError(
-            "calibration never had both engines decode a full batch: lower --max-batch, or use "
-            "shorter --prompts."
+            "the servers never decoded a full batch: lower --max-batch, use shorter --prompts, or "
+            "give the servers more memory for their caches."
         )
     counts = multiplicities(len(whole), seed)
     cells: dict[Cell, list[tuple[int, float]]] = defaultdict(list)

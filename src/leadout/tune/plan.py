@@ -11,21 +11,18 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from leadout.engine.calibration import (
-    BARE_STEPS,
-    DRAFTING_IN_A_ROW,
-    DRAFTING_STEPS,
-    RoundRequest,
-)
+from leadout.control.policy import ladder_up_to
+from leadout.engine.calibration import BARE_STEPS, DRAFTING_STEPS, RoundRequest
+from leadout.engine.server_turns import Turns, weight_bytes
+from leadout.engine.step_records import DRAFTING_IN_A_ROW
 
 TOKENS = 40  # of each request and K
 # Small batches are measured twice: they have few requests and short rounds.
 TWICE_UP_TO = 4
 # With fewer requests acceptance is too uncertain; the largest batch is repeated to reach this.
 MIN_REQUESTS = 20  # with each K
-SPARSE_DRAFTS = (0, 1, 2, 3, 5, 7, 11)
-ALL_DRAFTS_UP_TO = 5
-_START_SECONDS = 80.0  # of a process with two engines
+SERVERS = 2
+_START_SECONDS = 40.0  # of a server
 _OVERHEAD = 1.6  # a step is longer than its matrix products: attention, Python
 _PROBE_SIZE, _PROBE_ROWS = 4096, 64
 
@@ -36,22 +33,18 @@ def batch_sizes(max_batch: int) -> list[int]:
     return sorted({*powers, max_batch})
 
 
-def draft_counts(max_k: int) -> list[int]:
-    """Every K of a short block; in a long block fewer large ones, which differ little."""
-    if max_k <= ALL_DRAFTS_UP_TO:
-        return list(range(max_k + 1))
-    return [*(k for k in SPARSE_DRAFTS if k < max_k), max_k]
-
-
 def make_rounds(max_batch: int, max_k: int, prompts: int) -> list[RoundRequest]:
-    """Every K at every batch size; a batch answers the same prompts with each K."""
+    """Every K of the ladder at every batch size; a batch answers the same prompts with each K.
+
+    The server with the drafter has captured graphs for the K of the ladder.
+    """
     shuffled = random.Random(0)
     numbers = shuffled.sample(range(prompts), prompts)
     next_prompt = cycle(numbers)
     rounds = []
     for batch in _batches(max_batch):
         chosen = list(islice(next_prompt, batch))
-        counts = draft_counts(max_k)
+        counts = list(ladder_up_to(max_k))
         shuffled.shuffle(counts)
         rounds += [RoundRequest(batch=batch, k=k, prompts=chosen) for k in counts]
     return rounds
@@ -65,6 +58,13 @@ def _batches(max_batch: int) -> list[int]:
     return [*batches, *repeat(max_batch, math.ceil(max(missing, 0) / max_batch))]
 
 
+_ORDER: dict[Turns, str] = {
+    "slices": "a few steps of one and a few of the other",
+    "waves": "a round of one and then of the other",
+    "single": "one after the other, because memory does not hold both",
+}
+
+
 class TunePlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,14 +72,17 @@ class TunePlan(BaseModel):
     draft_counts: list[int]
     rounds: int
     prompts: int
+    turns: Turns
+    server_starts: int
     minutes: float
 
     def text(self) -> str:
         return (
             f"{self.rounds} rounds: batch sizes {_listed(self.batch_sizes)} with K = "
             f"{_listed(self.draft_counts)}; {self.prompts} prompts, {TOKENS} tokens each\n"
+            f"two servers, {_ORDER[self.turns]}\n"
             f"up to about {max(self.minutes, 1):.0f} minutes on an idle machine, including the "
-            "start of two engines"
+            f"start of {self.server_starts} servers"
         )
 
 
@@ -88,6 +91,7 @@ def make_plan(
     drafter: Path,
     rounds: Sequence[RoundRequest],
     prompt_lengths: Sequence[int],
+    turns: Turns,
     clock: Callable[[int], float] | None = None,
 ) -> TunePlan:
     """An estimate from the sizes of both models and a matrix product timed on this machine.
@@ -108,27 +112,30 @@ def make_plan(
         drafting = forward_seconds(target_bytes, tokens)
         drafting += forward_seconds(drafter_bytes, tokens) if each.k else 0.0
         bare = forward_seconds(target_bytes, each.batch)
-        return prefill + turns * (BARE_STEPS * bare + DRAFTING_STEPS * drafting)
+        # In slices the first step of a turn is not timed.
+        return prefill + turns * ((BARE_STEPS + 1) * bare + (DRAFTING_STEPS + 1) * drafting)
 
-    target_bytes, drafter_bytes = _weight_bytes(target), _weight_bytes(drafter)
+    target_bytes, drafter_bytes = weight_bytes(target), weight_bytes(drafter)
     widest = max(rounds, key=lambda each: (each.batch, each.k))
-    seconds = _START_SECONDS + round_seconds(widest, turns=1)  # which warms up
+    seconds = SERVERS * _START_SECONDS + round_seconds(widest, turns=1)  # which warms up
     seconds += sum(round_seconds(each, _turns(each.k)) for each in rounds)
     return TunePlan(
         batch_sizes=sorted({each.batch for each in rounds}),
         draft_counts=sorted({each.k for each in rounds}),
         rounds=len(rounds),
         prompts=len(prompt_lengths),
+        turns=turns,
+        server_starts=SERVERS,
         minutes=seconds / 60,
     )
 
 
 def _turns(k: int) -> int:
-    """Turns of both engines until every request has its tokens, one in each step that counts."""
+    """Turns of both servers until every request has its tokens, one in each step that counts."""
     if k == 0:
-        return math.ceil(TOKENS / 2 / DRAFTING_STEPS)
+        return math.ceil(TOKENS / 2 / (DRAFTING_STEPS + 1))
     steps = TOKENS * (DRAFTING_IN_A_ROW + 1) / DRAFTING_IN_A_ROW
-    return math.ceil(steps / DRAFTING_STEPS)
+    return math.ceil(steps / (DRAFTING_STEPS + 1))
 
 
 def product_seconds(rows: int) -> float:
@@ -144,10 +151,6 @@ def product_seconds(rows: int) -> float:
         (tokens @ matrix.T).sum().item()  # waits for the device
         times.append(time.perf_counter() - started)
     return min(times)
-
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _listed(numbers: Sequence[int]) -> str:

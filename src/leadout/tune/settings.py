@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from leadout.errors import LeadoutError
 from leadout.settings import Settings, setting
@@ -27,12 +28,16 @@ class TuneSettings(Settings):
     max_batch: int = setting(
         16, "Largest number of concurrent requests to measure.", panel="Measurement", ge=1
     )
-    dtype: str = setting(
-        "auto", "Precision of target and drafter.", panel="Measurement", metavar="DTYPE"
-    )
+    turns: Literal["auto", "slices", "waves", "single"] = setting(
+        "auto", "How the two servers take turns: a few steps each while the other is stopped, a "
+        "round each, or with a single server up at a time. [auto: slices on CPUs and waves on GPUs "
+        "if the free memory is estimated to hold both, else single]", panel="Measurement",
+    )  # fmt: skip
 
     out: Path = setting(
         Path("tuned.json"),
         "File for `leadout serve --tuned`; a page with charts is written beside it.",
         panel="Output",
     )
+
+    server_flags: tuple[str, ...] = setting((), "Flags for both vLLM servers.", panel="hidden")

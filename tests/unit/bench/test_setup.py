@@ -9,7 +9,6 @@ from sample_rounds import BARE, BARE_AGAIN, FIXED, TUNED, setup
 
 from leadout.bench.settings import BenchError
 from leadout.bench.setup import (
-    KV_SPACE,
     PromptSet,
     all_cells,
     arm_command,
@@ -19,6 +18,7 @@ from leadout.bench.setup import (
     read_sets,
 )
 from leadout.engine.plugin import SWITCH
+from leadout.engine.server_turns import KV_SPACE
 
 ONE = {"folder/drafter": 7}
 

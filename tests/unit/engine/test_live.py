@@ -2,9 +2,7 @@
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ from leadout.control.policy import Policy
 from leadout.engine import live
 from leadout.engine.counters import write_small
 from leadout.engine.live import (
-    Continuations,
     LiveControl,
     LiveMetrics,
     Step,
@@ -242,36 +239,6 @@ def test_a_stop_concerns_the_steps_that_were_running(
     os.kill(os.getpid(), signal.SIGCONT)
     done(control, third, {"a": 1}, {"a": 2})
     assert policy.seconds is None
-
-
-@pytest.fixture
-def default_action() -> Iterator[None]:
-    """SIGCONT without a handler, as at the start of a process."""
-    before = signal.signal(signal.SIGCONT, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCONT, before)
-
-
-def test_stops_are_counted_next_to_another_handler(default_action: None) -> None:
-    seen: list[int] = []
-    signal.signal(signal.SIGCONT, lambda number, frame: seen.append(number))
-    continuations = Continuations()
-    for _ in range(2):  # the second engine of a process
-        continuations.listen()
-    os.kill(os.getpid(), signal.SIGCONT)
-    assert continuations.count == 1
-    assert seen == [signal.SIGCONT]
-
-
-def test_only_the_main_thread_listens(default_action: None) -> None:
-    continuations = Continuations()
-    thread = threading.Thread(target=continuations.listen)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
-    continuations.listen()
-    os.kill(os.getpid(), signal.SIGCONT)
-    assert continuations.count == 1
 
 
 def test_metrics_are_written_and_logged(

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from leadout.engine.calibration import Gained, Prefill, RoundResult, StepTime, Turn, draft_lengths
+from leadout.engine.calibration import Gained, Prefill, RoundResult, StepTime, Turn
+from leadout.engine.step_records import draft_lengths
 from leadout.tune.fit import StepLaw, fit_acceptance, fit_prefill, fit_steps
 from leadout.tune.settings import TuneError
 

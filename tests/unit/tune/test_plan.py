@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from leadout.tune.plan import batch_sizes, draft_counts, make_plan, make_rounds, product_seconds
+from leadout.control.policy import ladder_up_to
+from leadout.tune.plan import batch_sizes, make_plan, make_rounds, product_seconds
 
 
 def test_batch_sizes_double_up_to_the_largest() -> None:
@@ -14,10 +15,10 @@ def test_batch_sizes_double_up_to_the_largest() -> None:
     assert batch_sizes(1) == [1]
 
 
-def test_a_long_block_is_measured_with_fewer_k() -> None:
-    assert draft_counts(5) == [0, 1, 2, 3, 4, 5]
-    assert draft_counts(7) == [0, 1, 2, 3, 5, 7]
-    assert draft_counts(15) == [0, 1, 2, 3, 5, 7, 11, 15]
+@pytest.mark.parametrize("max_k", [1, 3, 5, 7, 15])
+def test_the_k_are_those_for_which_graphs_are_captured(max_k: int) -> None:
+    found = {each.k for each in make_rounds(4, max_k, prompts=30)}
+    assert found == set(ladder_up_to(max_k))
 
 
 def test_every_k_answers_the_same_prompts_at_every_batch_size() -> None:
@@ -54,20 +55,27 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_estimate_grows_with_the_rounds(folder: Path) -> None:
-    small = make_plan(folder, folder, make_rounds(4, 1, 30), [50] * 30, slow_machine)
-    large = make_plan(folder, folder, make_rounds(16, 7, 30), [50] * 30, slow_machine)
+    small = make_plan(folder, folder, make_rounds(4, 1, 30), [50] * 30, "slices", slow_machine)
+    large = make_plan(folder, folder, make_rounds(16, 7, 30), [50] * 30, "single", slow_machine)
     assert 1 < small.minutes < large.minutes / 3
     assert product_seconds(1) > 0
     assert "batch sizes 1, 2, 4, 8, 16 with K = 0, 1, 2, 3, 5, 7" in large.text()
+    assert (small.server_starts, large.server_starts) == (2, 2)
+    assert "one after the other, because memory does not hold both" in large.text()
+    assert "including the start of 2 servers" in large.text()
 
 
 def test_the_estimate_counts_prefill_drafting_and_all_steps(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "none").mkdir()
     rounds = make_rounds(1, 1, 30)
-    steps_only = make_plan(folder, tmp_path / "none", rounds, [0] * 30, slow_machine)
-    assert make_plan(folder, folder, rounds, [0] * 30, slow_machine).minutes > steps_only.minutes
-    long_prompts = make_plan(folder, tmp_path / "none", rounds, [500] * 30, slow_machine)
-    assert long_prompts.minutes > steps_only.minutes
+    none = tmp_path / "none"
+
+    def minutes(drafter: Path, prompt: int) -> float:
+        return make_plan(folder, drafter, rounds, [prompt] * 30, "slices", slow_machine).minutes
+
+    steps_only = minutes(none, 0)
+    assert minutes(folder, 0) > steps_only
+    assert minutes(none, 500) > steps_only
     # 20 rounds with K = 1: 40 tokens in four of five steps, in turns of 7 steps and 4 bare ones.
     step = 1.6 * 0.5 * 1.01
-    assert 60 * steps_only.minutes > 20 * 8 * (7 + 4) * step
+    assert 60 * steps_only > 20 * 8 * (7 + 4) * step

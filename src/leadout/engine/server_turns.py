@@ -1,0 +1,178 @@
+"""Servers that are measured against each other: how they are started, and how they take turns.
+
+- `slices`: all servers are up and loaded, and all but one are stopped (SIGSTOP), so that a slow
+  moment of the machine affects all of them alike.
+- `waves`: all servers are up, and one after the other is loaded.
+- `single`: one server at a time is up, because memory does not hold more.
+
+Stopping needs servers that can be stopped at any moment, which is known of CPU servers only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from leadout.console import Progress
+from leadout.engine.load_test import (
+    BatchLoad,
+    DraftCounters,
+    LoadRequest,
+    RunningClock,
+    ServerLoad,
+    api_key_of,
+    client_session,
+    flag_value,
+    read_counters,
+)
+from leadout.engine.server import Server
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+Turns = Literal["slices", "waves", "single"]
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # in GiB, read on CPUs only
+SMALL_KV_SPACE = "1"  # vLLM's default is most of the memory, for each of several servers
+STARTUP_SECONDS = 1800.0  # large models load slowly; a server that dies is noticed at once
+# Compilation takes minutes on CPUs, and vLLM's own kernels are faster.
+CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops": ["all"]}')
+_GPU_MEMORY = 0.9  # vLLM's own default, here for all servers together
+_GPU_MEMORY_FLAG = "--gpu-memory-utilization"
+_GIB = 2**30
+_PROCESS_BYTES = 1.5 * _GIB  # of a server, besides weights and cache
+_WEIGHT_FACTOR = 1.2  # activations, and weights that are stored twice while loading
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started; `environment` is in addition to ours."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+class RunningServer:
+    """A running server, with the clock of the time for which it was allowed to run."""
+
+    def __init__(self, name: str, server: Server, session: ClientSession) -> None:
+        self.label = f"{name} (log: {server.log})"
+        self._server, self._session = server, session
+        self._clock = RunningClock()
+
+    def pause(self) -> None:
+        self._server.pause()
+        self._clock.stop()
+
+    def resume(self) -> None:
+        self._clock.start()
+        self._server.resume()
+
+    async def run_for(self, seconds: float) -> None:
+        """From stopped to stopped."""
+        self.resume()
+        await asyncio.sleep(seconds)
+        self.pause()
+
+    def load(self, request: LoadRequest) -> ServerLoad:
+        return ServerLoad(self._session, self._server.url, request, self._clock, self.label)
+
+    def batch(self, bodies: Sequence[dict[str, object]]) -> BatchLoad:
+        return BatchLoad(self._session, self._server.url, bodies, self.label)
+
+    def processor_seconds(self) -> float:
+        return self._server.processor_seconds()
+
+    async def counters(self) -> DraftCounters:
+        return await read_counters(self._session, self._server.url)
+
+
+@asynccontextmanager
+async def started(
+    launches: Sequence[Launch], flags: Sequence[str], logs: Path, progress: Progress
+) -> AsyncIterator[dict[str, RunningServer]]:
+    """Start servers one after the other; an idle one takes no processor time.
+
+    `flags` are those of all servers: an API key among them is sent with every request.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(client_session(api_key_of(flags)))
+        servers = {}
+        advance = progress.stage("start servers", len(launches))
+        for launch in launches:
+            server = stack.enter_context(
+                Server(
+                    launch.command,
+                    log=logs / f"{launch.name}.log",
+                    environment=launch.environment,
+                    startup_seconds=STARTUP_SECONDS,
+                )
+            )
+            servers[launch.name] = RunningServer(launch.name, server, session)
+            advance(note=launch.name)
+        yield servers
+
+
+def choose_turns(
+    servers: int,
+    folders: Sequence[Path],
+    on_cpu: bool,
+    flags: Sequence[str] = (),
+    *,
+    can_stop: bool = True,
+    devices: int = 1,
+) -> Turns:
+    """Together if the memory that is free holds all servers, otherwise one at a time.
+
+    `folders` are those of the target and of the drafters, whose weights are divided by `devices`.
+    Weights that are not downloaded yet have an unknown size, so their servers are started one at a
+    time. `flags` are the user's, who may have given each server too much of the memory.
+    """
+    sizes = [weight_bytes(folder) for folder in folders]
+    if not all(sizes):
+        return "single"
+    weights = sum(sizes) / devices
+    if not on_cpu:
+        import torch
+
+        asked = flag_value(_GPU_MEMORY_FLAG, flags)
+        if not torch.cuda.is_available() or (asked and servers * float(asked) > _GPU_MEMORY):
+            return "single"
+        free, _ = torch.cuda.mem_get_info()
+        # A cache that is divided holds fewer requests; a tenth of the memory is left to each.
+        fits = servers * (_WEIGHT_FACTOR * weights + 0.1 * free) < free
+        return "waves" if fits else "single"
+    cache = float(os.environ.get(KV_SPACE, SMALL_KV_SPACE)) * _GIB
+    needed = servers * (_WEIGHT_FACTOR * weights + cache + _PROCESS_BYTES)
+    if needed >= _available_bytes():
+        return "single"
+    return "slices" if can_stop else "waves"
+
+
+def machine_flags(on_cpu: bool, servers: int) -> list[str]:
+    """Flags for this machine and so many servers at a time; the user's come later and win."""
+    if on_cpu:
+        return [*CPU_FLAGS]
+    if servers == 1:
+        return []
+    # All of them share the same accelerators.
+    return [_GPU_MEMORY_FLAG, f"{_GPU_MEMORY / servers:.2f}"]
+
+
+def machine_environment() -> dict[str, str]:
+    return {KV_SPACE: os.environ.get(KV_SPACE, SMALL_KV_SPACE)}
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,0 +1,64 @@
+"""Whether servers can be up together, and what they are started with."""
+
+from pathlib import Path
+
+import pytest
+
+from leadout.engine import server_turns
+from leadout.engine.server_turns import KV_SPACE, choose_turns, machine_flags
+
+GIB = 2**30
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("available", "cache", "expected"),
+    [(20 * GIB, "1", "slices"), (20 * GIB, "7", "single"), (6 * GIB, "1", "single")],
+)
+def test_servers_take_turns_together_if_memory_holds_them(
+    available: int, cache: str, expected: str, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KV_SPACE, cache)
+    # Stands for a machine with so much memory.
+    monkeypatch.setattr(server_turns, "_available_bytes", lambda: available)
+    assert choose_turns(3, [weights], on_cpu=True) == expected
+
+
+def test_weights_of_unknown_size_are_served_one_at_a_time(tmp_path: Path) -> None:
+    # A hub name of which only the configuration has been downloaded.
+    (tmp_path / "config.json").write_text("{}")
+    for on_cpu in (True, False):
+        assert choose_turns(3, [tmp_path], on_cpu) == "single"
+
+
+def test_servers_that_measure_their_own_steps_are_not_stopped(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_turns, "_available_bytes", lambda: 30 * GIB)
+    monkeypatch.setenv(KV_SPACE, "1")
+    assert choose_turns(3, [weights], on_cpu=True, can_stop=False) == "waves"
+
+
+def test_on_a_gpu_two_servers_share_the_memory_or_are_up_one_at_a_time(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    # Stands for a GPU with so much free memory.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1300, 1300))
+    assert choose_turns(2, [weights], on_cpu=False) == "single"
+    assert choose_turns(2, [weights], on_cpu=False, devices=4) == "waves"
+    asked = ("--gpu-memory-utilization=0.9",)
+    assert choose_turns(2, [weights], on_cpu=False, flags=asked, devices=4) == "single"
+    assert machine_flags(on_cpu=False, servers=2) == ["--gpu-memory-utilization", "0.45"]
+    assert machine_flags(on_cpu=False, servers=1) == []
+
+
+def test_the_available_memory_is_read_from_the_kernel() -> None:
+    assert server_turns._available_bytes() > GIB / 4
