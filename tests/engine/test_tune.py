@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from leadout.console import Progress
-from leadout.control.policy import ladder_up_to
 from leadout.control.tuned_file import Model, Tuned, read_tuned, write_tuned
 from leadout.engine.calibration import CalibrationResult
 from leadout.engine.serve_plan import make_plan
@@ -31,7 +30,7 @@ from support.gpu_resolution import run_on_fake_gpu
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
 MAX_K, MAX_BATCH, TOKENS = TINY_DRAFTER.max_draft_tokens, 2, 16
-LADDER = ladder_up_to(MAX_K)
+DRAFTS = range(MAX_K + 1)
 FLAGS = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8")
 TABLE = [(1, 1, 3), (2, 2, 1), (3, 16, 0)]
 METRIC = "vllm:spec_decode_num_"
@@ -53,7 +52,7 @@ def measured(pair: tuple[Path, Path]) -> CalibrationResult:
         target=target, drafter=drafter, max_batch=MAX_BATCH, turns="slices", server_flags=FLAGS
     )
     ready = prepare(settings)
-    rounds = ready.rounds[: 2 * len(LADDER)]  # each K once at each batch size
+    rounds = ready.rounds[: 2 * len(DRAFTS)]  # each K once at each batch size
     # Servers run as users run them.
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -79,7 +78,7 @@ def test_the_servers_are_those_of_the_flags(
 
 def test_steps_verify_and_draft_the_k_of_their_round(measured: CalibrationResult) -> None:
     assert {(each.batch, each.k) for each in measured.rounds} == {
-        (batch, k) for batch in (1, 2) for k in LADDER
+        (batch, k) for batch in (1, 2) for k in DRAFTS
     }
     for each in measured.rounds:
         steps = [step for turn in each.turns for step in turn.steps]

@@ -21,6 +21,8 @@ TOKENS = 40  # of each request and K
 TWICE_UP_TO = 4
 # With fewer requests acceptance is too uncertain; the largest batch is repeated to reach this.
 MIN_REQUESTS = 20  # with each K
+SPARSE_DRAFTS = (0, 1, 2, 3, 5, 7, 11)
+ALL_DRAFTS_UP_TO = 5
 SERVERS = 2
 _START_SECONDS = 40.0  # of a server
 _OVERHEAD = 1.6  # a step is longer than its matrix products: attention, Python
@@ -33,18 +35,27 @@ def batch_sizes(max_batch: int) -> list[int]:
     return sorted({*powers, max_batch})
 
 
-def make_rounds(max_batch: int, max_k: int, prompts: int) -> list[RoundRequest]:
-    """Every K of the ladder at every batch size; a batch answers the same prompts with each K.
+def draft_counts(max_k: int, has_graphs: bool) -> list[int]:
+    """Every K of a short block; in a long block fewer large ones, which differ little.
 
-    The server with the drafter has captured graphs for the K of the ladder.
+    With full CUDA graphs those of the ladder, since the server has graphs for no others.
     """
+    if has_graphs:
+        return [*ladder_up_to(max_k)]
+    if max_k <= ALL_DRAFTS_UP_TO:
+        return list(range(max_k + 1))
+    return [*(k for k in SPARSE_DRAFTS if k < max_k), max_k]
+
+
+def make_rounds(max_batch: int, drafts: Sequence[int], prompts: int) -> list[RoundRequest]:
+    """Every K of `drafts` at every batch size; a batch answers the same prompts with each K."""
     shuffled = random.Random(0)
     numbers = shuffled.sample(range(prompts), prompts)
     next_prompt = cycle(numbers)
     rounds = []
     for batch in _batches(max_batch):
         chosen = list(islice(next_prompt, batch))
-        counts = list(ladder_up_to(max_k))
+        counts = list(drafts)
         shuffled.shuffle(counts)
         rounds += [RoundRequest(batch=batch, k=k, prompts=chosen) for k in counts]
     return rounds

@@ -28,6 +28,7 @@ from leadout.engine.calibration import (
     calibrate,
 )
 from leadout.engine.child_process import EngineError
+from leadout.engine.cuda_graphs import has_full_decode_graphs
 from leadout.engine.installation import installed_distribution
 from leadout.engine.server_turns import (
     Launch,
@@ -46,7 +47,7 @@ from leadout.pairing import batched_tokens_for
 from leadout.provenance import Provenance, RunStart, redacted
 from leadout.stats import Interval, Sampled
 from leadout.tune.fit import Accepted, StepLaw, fit_acceptance, fit_prefill, fit_steps
-from leadout.tune.plan import TOKENS, TunePlan, make_plan, make_rounds
+from leadout.tune.plan import TOKENS, TunePlan, draft_counts, make_plan, make_rounds
 from leadout.tune.settings import TuneError, TuneSettings
 
 # Prompts are read again in every round; longer ones would take more time than decoding.
@@ -169,6 +170,7 @@ def _prepare(settings: TuneSettings) -> Preparation:
     bare, drafting = (
         launch_of(name, settings, flags, _records(folder, name)) for name in (BARE, DRAFTING)
     )
+    drafts = draft_counts(max_k, has_full_decode_graphs(config))
     longest = min(config.model_config.max_model_len, checkpoint.config.max_positions)
     answer = (TOKENS + 2 * DRAFTING_STEPS) * (max_k + 1)
     prompts = _prompts(settings, Chat(target), min(MAX_PROMPT, max(longest - answer, longest // 2)))
@@ -177,7 +179,7 @@ def _prepare(settings: TuneSettings) -> Preparation:
         drafter=drafter,
         checkpoint=checkpoint,
         prompts=prompts,
-        rounds=make_rounds(settings.max_batch, max_k, len(prompts)),
+        rounds=make_rounds(settings.max_batch, drafts, len(prompts)),
         max_length=longest,
         turns=turns,
         bare=bare,

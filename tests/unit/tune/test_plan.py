@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from leadout.control.policy import ladder_up_to
-from leadout.tune.plan import batch_sizes, make_plan, make_rounds, product_seconds
+from leadout.tune.plan import batch_sizes, draft_counts, make_plan, make_rounds, product_seconds
 
 
 def test_batch_sizes_double_up_to_the_largest() -> None:
@@ -15,14 +15,19 @@ def test_batch_sizes_double_up_to_the_largest() -> None:
     assert batch_sizes(1) == [1]
 
 
+def test_a_long_block_is_measured_with_fewer_k() -> None:
+    assert draft_counts(5, has_graphs=False) == [0, 1, 2, 3, 4, 5]
+    assert draft_counts(7, has_graphs=False) == [0, 1, 2, 3, 5, 7]
+    assert draft_counts(15, has_graphs=False) == [0, 1, 2, 3, 5, 7, 11, 15]
+
+
 @pytest.mark.parametrize("max_k", [1, 3, 5, 7, 15])
-def test_the_k_are_those_for_which_graphs_are_captured(max_k: int) -> None:
-    found = {each.k for each in make_rounds(4, max_k, prompts=30)}
-    assert found == set(ladder_up_to(max_k))
+def test_with_graphs_the_k_are_those_for_which_they_are_captured(max_k: int) -> None:
+    assert draft_counts(max_k, has_graphs=True) == [*ladder_up_to(max_k)]
 
 
 def test_every_k_answers_the_same_prompts_at_every_batch_size() -> None:
-    rounds = make_rounds(8, 3, prompts=30)
+    rounds = make_rounds(8, range(4), prompts=30)
     assert Counter((each.batch, each.k) for each in rounds) == {
         (batch, k): 2 if batch <= 4 else 1 for batch in (1, 2, 4, 8) for k in range(4)
     }
@@ -34,13 +39,13 @@ def test_every_k_answers_the_same_prompts_at_every_batch_size() -> None:
 
 
 def test_small_batches_are_repeated() -> None:
-    rounds = make_rounds(2, 1, prompts=30)
+    rounds = make_rounds(2, [0, 1], prompts=30)
     assert sum(each.batch for each in rounds if each.k == 1) >= 20
     assert len({tuple(each.prompts) for each in rounds if each.batch == 2}) == 9
 
 
 def test_few_prompts_are_reused() -> None:
-    (wide,) = {tuple(each.prompts) for each in make_rounds(8, 1, prompts=3) if each.batch == 8}
+    (wide,) = {tuple(each.prompts) for each in make_rounds(8, [0, 1], prompts=3) if each.batch == 8}
     assert set(wide) == {0, 1, 2}
 
 
@@ -55,8 +60,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_estimate_grows_with_the_rounds(folder: Path) -> None:
-    small = make_plan(folder, folder, make_rounds(4, 1, 30), [50] * 30, "slices", slow_machine)
-    large = make_plan(folder, folder, make_rounds(16, 7, 30), [50] * 30, "single", slow_machine)
+    small = make_plan(folder, folder, make_rounds(4, [0, 1], 30), [50] * 30, "slices", slow_machine)
+    large = make_plan(
+        folder,
+        folder,
+        make_rounds(16, draft_counts(7, False), 30),
+        [50] * 30,
+        "single",
+        slow_machine,
+    )
     assert 1 < small.minutes < large.minutes / 3
     assert product_seconds(1) > 0
     assert "batch sizes 1, 2, 4, 8, 16 with K = 0, 1, 2, 3, 5, 7" in large.text()
@@ -67,7 +79,7 @@ def test_the_estimate_grows_with_the_rounds(folder: Path) -> None:
 
 def test_the_estimate_counts_prefill_drafting_and_all_steps(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "none").mkdir()
-    rounds = make_rounds(1, 1, 30)
+    rounds = make_rounds(1, [0, 1], 30)
     none = tmp_path / "none"
 
     def minutes(drafter: Path, prompt: int) -> float:
