@@ -250,10 +250,10 @@ class Replay:
 
 
 def replay_all(pair: Pair, concurrencies: Sequence[int]) -> Iterator[dict[str, Any]]:
-    clock = Clock()
-    time.perf_counter = clock  # type: ignore[assignment]
     for mode in MODES:
         for concurrency in concurrencies:
+            clock = Clock()  # its own, so that a cell does not depend on those before it
+            time.perf_counter = clock  # type: ignore[assignment]
             config = in_engine(planned_config(pair, mode))
             replay = Replay(config, concurrency, clock)
             is_live = "--live" in mode.leadout
