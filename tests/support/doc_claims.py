@@ -82,6 +82,7 @@ def claims() -> dict[str, list[str]]:
         "docs/live.md": [
             f"({', '.join(map(str, ladder_up_to(15)))} for blocks of 16)",
             *_live_simulated(),
+            _live_budget(),
             *_live_served(),
             *_prompt_lookup(),
         ],
@@ -300,6 +301,15 @@ def _distance(fair: list[Any], held_out: bool) -> str:
     return (
         f"({kinds} kinds): {near} of {len(cells)} cells; {mean:.3f} on average, {worst:.3f} in "
         "the worst"
+    )
+
+
+def _live_budget() -> str:
+    found = result("live/budget.json")
+    half = max(cell["p50"] for cell in found["cells"] if cell["requests"] == 256)
+    return (
+        f"With 256 requests it takes {half:.2f} ms at the median and {found['largest_p99']:.2f} ms "
+        f"at the 99th percentile; the goal of {found['bound']} ms"
     )
 
 

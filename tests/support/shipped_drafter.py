@@ -29,6 +29,8 @@ OTHER_DRAFTERS = {
     "learn/gate.json": "prepared candidates for a tiny target",
     "learn/gate_cycles.json": "simulated candidates",
     "learn/gate_noise.json": "two candidates that were trained from the shipped drafter",
+    "live/ablation.json": "simulated acceptance and costs",
+    "live/budget.json": "made-up acceptance, without an engine",
     "lossless/smollm2.json": "drafts that are never and always accepted",
     "quickstart/answer.json": "an answer of the target",
     "swap/size.json": "random weights of several sizes",
