@@ -13,13 +13,16 @@ from vllm.config import CUDAGraphMode
 
 from leadout.control.tuned_file import Model, Tuned, TunedFileError, write_tuned
 from leadout.engine.serve_plan import Plan, make_plan
+from leadout.engine.server_turns import CPU_FLAGS
 from leadout.engine.settings import ServeSettings
+from leadout.engine.step_records import server_config
 from leadout.engine.tuned_plan import (
     NOTHING_TO_DRAFT,
     served_table,
     table_up_to,
     tuned_speculation,
 )
+from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import ModelNotFoundError, fingerprint
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
@@ -166,6 +169,23 @@ def test_differences_from_the_measured_machine_are_noted(
     assert "measured with torch 1.0, now" in notes
     assert "measured with machine a bigger one" in notes
     assert "measured with dtype float32, now bfloat16" in notes
+
+
+def test_flags_that_change_the_cost_of_a_step_are_noted(
+    target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    served = server_config(vllm_config_of(str(target), FLAGS))
+    tuned = tuning_of(target, drafter, GOOD).model_copy(update={"server": served})
+    notes = "\n".join(plan_of(tuned, tmp_path, target, drafter).notes)
+    assert "tensor_parallel_size" not in notes
+    other = served.model_copy(update={"tensor_parallel_size": 2, "quantization": "fp8"})
+    tuned = tuned.model_copy(update={"server": other})
+    notes = "\n".join(plan_of(tuned, tmp_path, target, drafter).notes)
+    assert "measured with tensor_parallel_size 2, now 1; tune again" in notes
+    assert "measured with quantization fp8, now absent" in notes
+    # As `leadout tune` starts servers on CPUs: no difference that tuning again would not remove.
+    eager = server_config(vllm_config_of(str(target), (*CPU_FLAGS, *FLAGS)))
+    assert eager == served
 
 
 def config_of(*, sequences: int = 16, v2: bool = False, full_graphs: bool = False) -> Any:

@@ -79,9 +79,7 @@ BY_PAGE: dict[str, Allowed] = {
         (r"24 GB", "the machine"),
         (r"temperature above 0", "a setting"),
     ),
-    "docs/live.md": (
-        (r"\(0, 1, 3, 7, 15 for blocks of 16\)", "the ladder of K; a test has it"),
-    ),
+    "docs/live.md": ((r"\(0, 1, 3, 7, 15 for blocks of 16\)", "the ladder of K; a test has it"),),
     "docs/quickstart.md": (
         (r"has 270 MB", "bytes of its weights"),
         (r"Four servers take turns", "those of the command below"),
