@@ -1,13 +1,12 @@
-"""Live control on the real engine: changing traffic, a useless drafter, and prompt lookup.
+"""Live control on the real engine: changing traffic, and prompt lookup.
 
-    python experiments/live_smollm2.py TARGET DRAFTER TUNED RANDOM_DRAFTER PROMPTS_DIR WORK_DIR
+    python experiments/live_smollm2.py TARGET DRAFTER TUNED PROMPTS_DIR WORK_DIR
 
 All servers run throughout and are measured in turn, so that noise of the machine affects them
 alike; every ratio is taken within a round. Parts:
 
 - `traffic`: code, then translation, then grade-school mathematics, at concurrency 1 and 8, on bare
   vLLM, two fixed draft lengths, the tuned table and live control;
-- `useless`: a drafter with random weights under live control, against bare vLLM;
 - `copying`: categories of spec_bench under live control, with and without prompt lookup.
 
 TUNED is a file of `leadout tune` for DRAFTER. Parts that are already in the result file are not
@@ -41,7 +40,6 @@ from result_charts import PHASES
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "live" / "smollm2.json"
 TRAFFIC_REQUESTS = {1: 4, 8: 16}  # of a phase, by concurrency
-USELESS_REQUESTS = {1: 3, 4: 4, 8: 8, 16: 16}
 CATEGORIES = ("summarization", "rag", "coding", "qa", "writing", "translation")
 PROMPT_LOOKUP_REQUESTS = 4
 TOKENS = 64
@@ -51,27 +49,26 @@ Rates = dict[str, float]  # output tokens per second
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("target", "drafter", "tuned", "random", "prompts", "work"):
+    for name in ("target", "drafter", "tuned", "prompts", "work"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=["traffic", "useless", "copying"])
+    parser.add_argument("--only", choices=["traffic", "copying"])
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     found = json.loads(OUT.read_text()) if OUT.exists() else {}
-    for part in (traffic, useless, copying):
+    for part in (traffic, copying):
         name = part.__name__
         if name not in found and arguments.only in (None, name):
             found[name] = part(arguments)
-            models = {"target": arguments.target, "drafter": arguments.drafter}
-            found["provenance"] = common.provenance(**models, random_drafter=arguments.random)
+            found["provenance"] = common.provenance(
+                target=arguments.target, drafter=arguments.drafter
+            )
             write(found)
     print(json.dumps({k: v for k, v in found.items() if isinstance(v, float)}, indent=2))
 
 
 def write(found: dict[str, Any]) -> None:
     """The result with the summary numbers of the finished parts first."""
-    if "useless" in found:
-        found["useless_worst_ratio"] = min(found["useless"]["ratios"].values())
     if "traffic" in found:
         ratios = found["traffic"]["ratios"].values()
         found["phase_worst_ratio"] = min(each["worst_phase"] for each in ratios)
@@ -135,22 +132,6 @@ def traffic_ratios(rounds: Sequence[dict[str, Any]], concurrency: int) -> dict[s
 
 def over_all(phases: Mapping[str, float]) -> float:
     return statistics.harmonic_mean(phases.values())
-
-
-def useless(arguments: Any) -> dict[str, Any]:
-    arms = {"bare": [], "live": ["--draft", str(arguments.random), "--live"]}
-    rounds: list[dict[str, Any]] = []
-    with stage(arguments, arms) as run:
-        for number in track(range(arguments.rounds), description="useless drafter"):
-            for concurrency, requests in USELESS_REQUESTS.items():
-                texts = prompts_of(arguments, "gsm8k", number, requests)
-                rates = {arm: run(arm, texts, concurrency) for arm in rotated(list(arms), number)}
-                rounds.append({"round": number, "concurrency": concurrency, **rates})
-    ratios = {
-        c: statistics.median(r["live"] / r["bare"] for r in rounds if r["concurrency"] == c)
-        for c in USELESS_REQUESTS
-    }
-    return {"ratios": ratios, "rounds": rounds}
 
 
 def copying(arguments: Any) -> dict[str, Any]:

@@ -29,29 +29,14 @@ def live(found: dict[str, Any]) -> str:
         for concurrency in dict.fromkeys(each["concurrency"] for each in rounds):
             here = [each for each in rounds if each["concurrency"] == concurrency]
             charts.append(_traffic(here, concurrency))
-    for part, key, other, title, xlabel in (
-        (
-            "useless",
-            "concurrency",
-            "bare",
-            "A drafter with random weights: live control over bare vLLM",
-            "concurrent requests",
-        ),
-        (
-            "copying",
-            "category",
-            "without",
-            "With prompt lookup: live control over the same without it",
-            "kind of text",
-        ),
-    ):
-        if part in found:
-            rounds = found[part]["rounds"]
-            points = [
-                _point(str(label), [r["live"] / r[other] for r in rounds if r[key] == label])
-                for label in dict.fromkeys(each[key] for each in rounds)
-            ]
-            charts.append(dots([Series("live", points)], title, xlabel, "ratio"))
+    if "copying" in found:
+        rounds = found["copying"]["rounds"]
+        points = [
+            _point(name, [r["live"] / r["without"] for r in rounds if r["category"] == name])
+            for name in dict.fromkeys(each["category"] for each in rounds)
+        ]
+        title = "With prompt lookup: live control over the same without it"
+        charts.append(dots([Series("live", points)], title, "kind of text", "ratio"))
     return picture(charts)
 
 

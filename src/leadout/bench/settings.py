@@ -82,8 +82,8 @@ class BenchSettings(Settings):
             raise ValueError("--draft-tokens requires --draft.")
         if self.live and self.turns == "slices":
             raise ValueError(
-                "--turns slices cannot be used with --live, whose own clock would count the time "
-                "for which it is stopped; use --turns waves."
+                "--turns slices cannot be used with --live, which learns from no step in which it was "
+                "stopped; use --turns waves."
             )
         if self.leadout_class and not self.draft:
             raise ValueError("--leadout-class requires --draft.")

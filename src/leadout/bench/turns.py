@@ -5,7 +5,8 @@
 - `in_waves`: each server is loaded for a whole window; also the way of a single server.
 
 Slices give the narrowest intervals (`results/bench/method.json`), because the two measurements of a
-pair are a fraction of a second apart. Live control measures its own steps, so it is not stopped.
+pair are a fraction of a second apart. Live control learns from no step in which it was stopped, so
+its servers are measured in waves.
 `leadout.engine.server_turns` starts the servers and chooses between the two.
 """
 
@@ -53,6 +54,7 @@ async def in_slices(
     seconds: float,
     order: random.Random,
     rounds: int,
+    slice_seconds: float = SLICE_SECONDS,
 ) -> AsyncIterator[dict[str, LoadResult]]:
     """Load all servers at the same time; in every round each runs for `seconds` in short slices.
 
@@ -70,17 +72,17 @@ async def in_slices(
         while waiting := [servers[name] for name, load in loads.items() if not load.is_constant]:
             _require_in_time(ran, waiting[0])
             for server in waiting:
-                await server.run_for(SLICE_SECONDS)
-            ran += SLICE_SECONDS
+                await server.run_for(slice_seconds)
+            ran += slice_seconds
         before = {name: await _counters_of_stopped(server) for name, server in servers.items()}
         for _ in range(rounds):
             await asyncio.sleep(_DRAIN_SECONDS)
             used = {name: -server.processor_seconds() for name, server in servers.items()}
             for load in loads.values():
                 load.open_window()
-            for _ in range(max(1, round(seconds / SLICE_SECONDS))):
+            for _ in range(max(1, round(seconds / slice_seconds))):
                 for name in order.sample(list(servers), len(servers)):
-                    await servers[name].run_for(SLICE_SECONDS)
+                    await servers[name].run_for(slice_seconds)
             await asyncio.sleep(_DRAIN_SECONDS)
             found = {
                 name: loads[name].close_window(used[name] + server.processor_seconds())
