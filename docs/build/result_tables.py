@@ -310,12 +310,6 @@ def live_over(arm: str, load: int) -> Rounds:
     return Rounds(median(ratios), min(ratios), max(ratios))
 
 
-def live_useless_over_bare(load: int) -> Rounds:
-    rounds = result("live/smollm2.json")["useless"]["rounds"]
-    ratios = [each["live"] / each["bare"] for each in rounds if each["concurrency"] == load]
-    return Rounds(median(ratios), min(ratios), max(ratios))
-
-
 def live() -> str:
     ratios = result("live/smollm2.json")["traffic"]["ratios"]
     arms = list(next(iter(ratios.values()))["to_each_arm_over_all"])
@@ -328,6 +322,18 @@ def live() -> str:
 
 
 def live_useless() -> str:
-    loads = result("live/smollm2.json")["useless"]["ratios"]
-    cells = [live_useless_over_bare(int(load)) for load in loads]
-    return table(["concurrent requests", *loads], [["over bare vLLM", *cells]])
+    cells = result("live/useless.json")["cells"]
+    rows = [
+        (label, *(_with_interval(cell, key) for cell in cells))
+        for label, key in (
+            ("live control over bare vLLM", ""),
+            ("without prompt lookup", "without_prompt_lookup"),
+            ("bare vLLM against itself", "bare_against_bare"),
+        )
+    ]
+    return table(["concurrent requests", *(cell["concurrency"] for cell in cells)], rows)
+
+
+def _with_interval(cell: dict[str, Any], key: str) -> str:
+    value, prefix = cell[key or "ratio"], f"{key}_" if key else ""
+    return f"{value:.2f} ({cell[prefix + 'low']:.2f} to {cell[prefix + 'high']:.2f})"

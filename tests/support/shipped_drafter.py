@@ -31,6 +31,7 @@ OTHER_DRAFTERS = {
     "learn/gate_noise.json": "two candidates that were trained from the shipped drafter",
     "live/ablation.json": "simulated acceptance and costs",
     "live/budget.json": "made-up acceptance, without an engine",
+    "live/useless.json": "a drafter with random weights",
     "lossless/smollm2.json": "drafts that are never and always accepted",
     "quickstart/answer.json": "an answer of the target",
     "swap/size.json": "random weights of several sizes",

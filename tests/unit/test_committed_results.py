@@ -118,6 +118,14 @@ def test_a_useless_drafter_is_not_served() -> None:
     assert result("bench/random-tuned.json")["table"] == [[1, 16, 0]]
 
 
+def test_live_control_with_a_useless_drafter_is_hardly_slower_than_bare_vllm() -> None:
+    cells = result("live/useless.json")["cells"]
+    assert [cell["concurrency"] for cell in cells] == [1, 4, 8, 16]
+    for cell in cells:
+        assert cell["ratio"] >= 0.97
+        assert cell["low"] < cell["ratio"] < cell["high"]
+
+
 def test_no_result_names_a_folder_of_a_machine() -> None:
     folder = re.compile(r"(?<![\w.])/(?:tmp|root|home|work)/")
     for path in (ROOT / "results").rglob("*"):

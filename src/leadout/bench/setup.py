@@ -27,6 +27,7 @@ from leadout.models import last_part
 from leadout.provenance import redacted
 
 BARE, BARE_AGAIN, FIXED, TUNED, LIVE = "bare", "bare-again", "fixed", "tuned", "live"
+ADAPTIVE = {"enable_adaptive_verification": True}  # in vLLM's speculative_config
 _SECONDS_BETWEEN_ROUNDS = 0.5  # counters, and the first prefills of a load
 
 
@@ -41,6 +42,7 @@ class Arm(BaseModel):
     draft_tokens: int | None = None  # K of a fixed arm
     tuned: str | None = None  # file of a tuned arm; a live arm starts from it
     leadout_class: bool = False  # of a fixed arm: Leadout's draft class instead of vLLM's
+    adaptive_verification: bool = False  # of a fixed or live arm: vLLM's, on GPUs
 
     @property
     def is_bare(self) -> bool:
@@ -199,12 +201,14 @@ def make_arms(
     tuned_drafter: str | None = None,
     live: bool = False,
     leadout_class: bool = False,
+    adaptive_verification: bool = False,
 ) -> list[Arm]:
     """Bare vLLM twice, then every drafter at every fixed K, then the tuned arm and the live one.
 
     `max_draft_tokens` has the largest K of each drafter, which is also the default K. With one
     drafter the arms are named `fixed` and `fixed-K`, with several after the drafters; with
-    `leadout_class` each is followed by one with Leadout's draft class. The tuned arm
+    `leadout_class` each is followed by one with Leadout's draft class, and with
+    `adaptive_verification` each of them and the live arm by one with vLLM's own. The tuned arm
     uses `tuned_drafter` if the tuned file belongs to one of these drafters, else the one that the
     file names; the live arm starts from the same file, or without a file from the only drafter.
     """
@@ -223,6 +227,8 @@ def make_arms(
             if leadout_class:
                 ours = {"name": _unused(f"{name}-leadout", arms), "leadout_class": True}
                 arms.append(fixed.model_copy(update=ours))
+            if adaptive_verification:
+                arms.append(_adaptive(fixed, arms))
     if tuned is not None:
         name = _unused(TUNED, arms)
         arms.append(Arm(name=name, kind="tuned", drafter=tuned_drafter, tuned=tuned))
@@ -234,7 +240,14 @@ def make_arms(
             )
         start = tuned_drafter if tuned is not None else next(iter(max_draft_tokens))
         arms.append(Arm(name=_unused(LIVE, arms), kind="live", drafter=start, tuned=tuned))
+        if adaptive_verification:
+            arms.append(_adaptive(arms[-1], arms))
     return arms
+
+
+def _adaptive(arm: Arm, arms: Sequence[Arm]) -> Arm:
+    name = _unused(f"{arm.name}-adaptive", arms)
+    return arm.model_copy(update={"name": name, "adaptive_verification": True})
 
 
 def _unused(name: str, arms: Sequence[Arm]) -> str:
@@ -263,6 +276,8 @@ def arm_command(arm: Arm, target: str, flags: Sequence[str]) -> Launch:
         draft = [] if arm.drafter is None else ["--draft", arm.drafter]
         tuned = [] if arm.tuned is None else ["--tuned", arm.tuned]
         live = ["--live"] if arm.kind == "live" else []
+        if arm.adaptive_verification:
+            live += ["--speculative-config", json.dumps(ADAPTIVE)]
         return Launch(arm.name, [*serve, *draft, *tuned, *live, *flags], environment)
     own = [] if arm.is_bare else ["--speculative-config", _speculation(arm)]
     switch = {} if arm.leadout_class else {SWITCH: "0"}
@@ -271,6 +286,5 @@ def arm_command(arm: Arm, target: str, flags: Sequence[str]) -> Launch:
 
 
 def _speculation(arm: Arm) -> str:
-    return json.dumps(
-        {"method": "dflash", "model": arm.drafter, "num_speculative_tokens": arm.draft_tokens}
-    )
+    found = {"method": "dflash", "model": arm.drafter, "num_speculative_tokens": arm.draft_tokens}
+    return json.dumps({**found, **ADAPTIVE} if arm.adaptive_verification else found)

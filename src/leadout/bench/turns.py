@@ -6,8 +6,8 @@
 
 Slices give the narrowest intervals (`results/bench/method.json`), because the two measurements of a
 pair are a fraction of a second apart. Live control learns from no step in which it was stopped, so
-its servers are measured in waves.
-`leadout.engine.server_turns` starts the servers and chooses between the two.
+its servers are measured in waves. `leadout.engine.server_turns` starts the servers and chooses
+between the two.
 """
 
 from __future__ import annotations

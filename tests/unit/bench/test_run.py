@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from leadout.bench import run
 from leadout.bench.results import RoundsFile
 from leadout.bench.run import bench, plan, prepare
-from leadout.bench.settings import BenchSettings
+from leadout.bench.settings import BenchError, BenchSettings
 from leadout.cli.app import app
 from leadout.console import Progress
 from leadout.settings import SettingsError
@@ -75,6 +75,10 @@ def test_a_measured_bench_is_summarized_without_a_server(
     [
         ({"draft": (), "draft_tokens": (3,)}, "--draft-tokens requires --draft"),
         ({"draft": (), "leadout_class": True}, "--leadout-class requires --draft"),
+        (
+            {"draft": (), "adaptive_verification": True},
+            "--adaptive-verification requires --draft or --live",
+        ),
         ({"live": True}, "--turns slices cannot be used with --live"),
         ({"seconds": 0.0}, "--seconds: got 0.0; .* greater than 0"),
         ({"draft_tokens": (0,)}, "--draft-tokens 0: expected at least 1"),
@@ -87,6 +91,12 @@ def test_settings_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         settings(pair, tmp_path, **changes)
+
+
+def test_adaptive_verification_is_refused_on_cpus(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    given = settings(pair, tmp_path, adaptive_verification=True)
+    with pytest.raises(BenchError, match="--adaptive-verification: vLLM offers it on GPUs only"):
+        prepare(given)
 
 
 def test_the_command_reports_mistakes_and_ends_with_2(
