@@ -38,10 +38,15 @@ def changed_internals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         owner = getattr(import_module(module), name) if name else import_module(module)
         monkeypatch.setattr(owner, first.name, widened(getattr(owner, first.name)))
     is_usable.cache_clear()
+    from vllm.model_executor.models import registry
+
     from leadout.engine import draft_model
 
     monkeypatch.setattr(draft_model, "ServedDrafter", draft_model.served_class())
+    # vLLM keeps the classes of engines that this process started before.
+    registry._try_load_model_cls.cache_clear()
     yield
+    registry._try_load_model_cls.cache_clear()
     is_usable.cache_clear()
 
 

@@ -157,9 +157,11 @@ class RandomPolicy(Policy):
 
     def decide(self, requests: Any) -> Decision:
         verify, use_lookup = [], []
-        found = [0] * len(requests.limits) if requests.lookup is None else requests.lookup.tolist()
+        count = len(requests.request_ids)
+        limits = [K] * count if requests.limits is None else requests.limits.tolist()
+        found = [0] * count if requests.lookup is None else requests.lookup.tolist()
         for available, limit_, lookup in zip(
-            requests.available.tolist(), requests.limits.tolist(), found, strict=True
+            requests.available.tolist(), limits, found, strict=True
         ):
             is_lookup = lookup > 0 and self._rng.random() < 0.7
             limit = min(limit_, lookup if is_lookup else available)
