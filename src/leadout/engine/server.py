@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -159,8 +160,14 @@ class Server:
             connection.close()
 
 
+# Below the ports that Linux gives to outgoing connections, one of which could take a port between
+# its choice here and the start of the server.
+_PORTS = range(20_000, 32_000)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
