@@ -49,6 +49,8 @@ def main() -> None:
         folder, layers, kind = arguments.one
         print(json.dumps(measure(Path(folder), int(layers), kind)))
         return
+    if arguments.out is None:
+        parser.error("--out is required")
     cells = []
     for size, layers in LAYERS.items():
         for kind in KINDS:

@@ -41,7 +41,8 @@ def test_every_difference_from_plain_vllm_has_a_reason(committed: dict[str, Any]
     ours = [row for row in committed["rows"] if "compared_with" in row]
     assert len(ours) == len(GPUS) * len(MODES)
     for row in ours:
-        for difference in row.get("differs", ()):
+        assert "refused" not in row, row
+        for difference in row["differs"]:
             assert difference["reason"], f"{row['gpu']}, {row['mode']}: {difference}"
 
 

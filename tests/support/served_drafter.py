@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,7 @@ import pytest
 import torch
 
 from leadout.engine import draft_model, staging
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from leadout.engine.server import free_port
 
 
 @contextmanager
@@ -32,7 +26,7 @@ def one_process_group(vllm_config: Any) -> Iterator[None]:
     )
 
     with set_current_vllm_config(vllm_config):
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        address = f"tcp://127.0.0.1:{free_port()}"
         init_distributed_environment(1, 0, address, 0, "gloo")
         initialize_model_parallel(1, 1)
         try:

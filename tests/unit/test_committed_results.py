@@ -34,6 +34,9 @@ def result(name: str) -> Any:
         "gpu/resolution.json",
         "gpu/dispatch.json",
         "swap/size.json",
+        "live/ablation.json",
+        "live/budget.json",
+        "live/useless.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
@@ -119,10 +122,12 @@ def test_a_useless_drafter_is_not_served() -> None:
 
 
 def test_live_control_with_a_useless_drafter_is_hardly_slower_than_bare_vllm() -> None:
+    """The goal of 0.97 is reached with prompt lookup only, which V2 and async scheduling lack."""
     cells = result("live/useless.json")["cells"]
     assert [cell["concurrency"] for cell in cells] == [1, 4, 8, 16]
     for cell in cells:
         assert cell["ratio"] >= 0.97
+        assert cell["without_prompt_lookup"] >= 0.9
         assert cell["low"] < cell["ratio"] < cell["high"]
 
 

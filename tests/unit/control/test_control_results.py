@@ -35,7 +35,7 @@ def test_wrong_prior_lasts_less_than_200_steps() -> None:
 
 
 def test_time_of_live_control_was_measured_up_to_256_requests() -> None:
-    """The goal of 0.3 ms at the 99th percentile was not reached beside other jobs."""
+    """The goal of 0.3 ms at the 99th percentile is not reached; it must not get worse."""
     found = result("live/budget.json")
     cells = [cell for cell in found["cells"] if cell["requests"] == 256]
     assert {cell["kind"] for cell in cells} == {"graphs", "no graphs"}

@@ -345,7 +345,7 @@ def test_k_is_kept_while_all_requests_are_in_prefill() -> None:
 
 
 def test_step_of_256_requests_takes_little_time() -> None:
-    """The bound is for a busy machine; the figure of a quiet one is in results/live/budget.json."""
+    """A loose bound for a busy machine; what was measured is in results/live/budget.json."""
     policy = Policy(15, ladder=ladder_up_to(15), has_graphs=True)
     names, drafted, spent = [str(number) for number in range(256)], 0, []
     available = np.zeros(256, np.int64)

@@ -138,7 +138,10 @@ def test_a_fault_at_any_call_leaves_the_old_drafter_in_service(
     before, addresses = responses(drafter), pointers(drafter)
     staged = versions.stage(drafter, 1)
     calls = staged.new.tensors if part == "write_tensor" else staged.new.kernels
-    assert len(calls) >= 12 or (part, platform) == ("set_kernel", "as on a GPU")
+    if (part, platform) == ("set_kernel", "as on a GPU"):
+        assert not calls  # tensors alone are written there
+        return
+    assert len(calls) >= 12
     for fails_at in range(len(calls)):
         with monkeypatch.context() as patch:
             patch.setattr(staging, part, FailsOnce(getattr(staging, part), fails_at))
