@@ -13,8 +13,11 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from leadout.models import fingerprint
 from leadout.provenance import Provenance, RunStart
@@ -23,7 +26,8 @@ STARTED = RunStart.now()
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
 
-sys.path.insert(0, str(ROOT / "tests"))  # tiny models and fault definitions of the tests
+# Tiny models, fault definitions and samples of the tests, as in pyproject.toml.
+sys.path[:0] = [str(ROOT / each) for each in ("tests", "tests/unit/bench", "tests/unit/check")]
 
 # Threads bound to cores fight with those of servers that wait and with the load generator.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -128,6 +132,9 @@ class KillableCommand(ABC):
         time.sleep(delay)
         if process.poll() is not None:
             raise RuntimeError("the command ended before its kill; give it more work")
-        process.kill()
+        # The ranks of torchrun are in sessions of their own and would survive it.
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
         process.wait()
         return delay, "starting" if starting is not None else self.working

@@ -27,7 +27,8 @@ CONVERSATIONS = 500  # every second one of two turns
 OWN_PROMPTS = 100
 FLAGS = (
     *("--max-new-tokens", "48", "--max-length", "400", "--concurrency", "8"),
-    *("--greedy-share", "0.5", "--dtype", "float32", "--prompts", f"self:{OWN_PROMPTS}"),
+    *("--greedy-share", "0.5", "--temperature", "0.7", "--top-p", "1"),
+    *("--dtype", "float32", "--prompts", f"self:{OWN_PROMPTS}"),
 )
 
 

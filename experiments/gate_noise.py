@@ -129,7 +129,7 @@ def prompts_by_part(chat: Chat, folder: Path) -> dict[str, list[tuple[str, list[
 
 def read(chat: Chat, folder: Path, name: str, change: Any) -> list[list[int]]:
     texts = dict.fromkeys(
-        change(prompt.turns[0]) for prompt in read_prompts([str(folder / f"{name}.jsonl")])
+        change(prompt.text) for prompt in read_prompts([str(folder / f"{name}.jsonl")])
     )
     found = (chat.prompt([text]) for text in texts)
     return [prompt for prompt in found if len(prompt) <= MAX_PROMPT]

@@ -150,9 +150,9 @@ class Loop:
 
     def send_traffic(self, url: str) -> dict[str, Any]:
         """Send the new traffic, all of which is captured."""
-        asked = dict.fromkeys(ticket(prompt.turns[0]) for prompt in self._read("shift_train"))
+        asked = dict.fromkeys(ticket(prompt.text) for prompt in self._read("shift_train"))
         # Without the tool descriptions, a few of them are in the measured set.
-        unseen = {ticket(prompt.turns[0]) for prompt in self._read(PLAIN)} | {TICKET}
+        unseen = {ticket(prompt.text) for prompt in self._read(PLAIN)} | {TICKET}
         texts = [text for text in asked if text not in unseen]
         prompts = [self._chat.prompt([text]) for text in texts[: self.requests]]
         began = time.monotonic()
@@ -192,7 +192,7 @@ class Loop:
         """Evenly spaced prompts of a set, as some sets are ordered by kind."""
         prompts = self._read(PLAIN if name == NEW else name)
         chosen = [prompts[len(prompts) * i // count] for i in range(min(count, len(prompts)))]
-        texts = [prompt.turns[0] for prompt in chosen]
+        texts = [prompt.text for prompt in chosen]
         return [self._chat.prompt([ticket(text) if name == NEW else text]) for text in texts]
 
     def _read(self, name: str) -> Sequence[Any]:

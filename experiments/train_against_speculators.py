@@ -1,11 +1,14 @@
-"""Compare Leadout's trainer with that of speculators: same samples, steps, layers and blocks.
+"""Compare Leadout's trainer with that of speculators: same samples, blocks, layers and seeds.
 
     python experiments/train_against_speculators.py TARGET DATA_FOLDER --out FILE
+    python experiments/train_against_speculators.py --tiny --out FILE
 
+With `--tiny` the target is the tiny random model of the tests, which answers random prompts.
 Needs `pip install --no-deps speculators==0.9.0`; its pins exclude the newest versions of some
-dependencies. Both trainers keep their own defaults for everything that is not made equal here. All
-drafters start from scratch and are validated after the last step. Arms that FILE already contains
-are not trained again.
+dependencies. Both trainers keep their own defaults for everything that is not made equal here: the
+optimizer is Muon for both, and the learning rate that of the shipped drafter's recipe. All drafters
+start from scratch, with several seeds, and are validated after the last step. What FILE already
+contains is not trained again.
 
 The peer (speculators) runs through its own command's `main`, unchanged, with its options for
 machines without a GPU: sdpa attention, eager losses, no loader processes. Two things that it does
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from rich.progress import track
 from safetensors.torch import save_file
@@ -35,11 +39,12 @@ from common import link_states, provenance
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.dflash.target import Observation, Target
-from leadout.evaluate.acceptance import accepted_drafts, summarise
+from leadout.evaluate.acceptance import accepted_drafts, along_decoding, summarise
 from leadout.evaluate.blocks import BlockForward, Split, possible_anchors, to_sequence
 from leadout.evaluate.hidden_states import ComputedStates, Indexed, StatesOnDisk, StateSource
 from leadout.evaluate.ranks import Ranks
 from leadout.pairing import read_target
+from leadout.stats import Floats, bootstrap, ratio_interval
 from leadout.train.config import TrainConfig
 from leadout.train.loop import sequences_of_step
 from leadout.train.progress import Record, StepRecord
@@ -51,26 +56,25 @@ LAYERS = 2
 BLOCK_SIZE = 8
 MASK_TOKEN = 7
 MAX_LENGTH = 384
-ANCHORS = 32  # blocks per sequence and step; the peer draws as many per row of packed sequences
-HELD_OUT = 60
-PRECISION = torch.bfloat16
-# By default all layers of the peer's drafter have a sliding window and are causal within a block;
-# ours are bidirectional. Both kinds are trained, so that the comparison does not depend on this.
-PEER_ARMS: dict[str, list[str]] = {
-    "speculators": [],
-    "speculators, bidirectional": ["--full-attention-indices", *map(str, range(LAYERS))],
-}
+LEARNING_RATE = 0.004
+ANCHORS = 16  # blocks per sequence and step; the peer draws as many per row of packed sequences
+HELD_OUT = 40
+PRECISION = torch.float32
+TINY_PROMPTS, TINY_TOKENS, TINY_MASK_TOKEN = 400, 64, 319
+OURS, PEER = "leadout", "speculators"
 
 Arm = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("data", type=Path)
+    parser.add_argument("target", type=Path, nargs="?")
+    parser.add_argument("data", type=Path, nargs="?")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random target")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=400, help="samples to train on")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--samples", type=int, default=300, help="samples to train on")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sequences", type=int, default=8, help="sequences per step")
     parser.add_argument(
         "--held-out", type=int, default=HELD_OUT, help="greedy answers to validate on"
@@ -83,41 +87,88 @@ def main() -> None:
         parser.error(f"--work {arguments.work} exists already; name a new folder")
     with ExitStack() as stack:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if arguments.tiny:
+            arguments.target, arguments.data = write_tiny(work)
+        elif arguments.data is None:
+            parser.error("name a target and a data folder, or --tiny")
         compare(arguments, work)
+
+
+def write_tiny(work: Path) -> tuple[Path, Path]:
+    """The tiny target and its answers."""
+    from support.tiny_data import write_predictable_target, write_tiny_data
+
+    target = write_predictable_target(work / "target")
+    return target, write_tiny_data(
+        work / "data", target, prompts=TINY_PROMPTS, new_tokens=TINY_TOKENS
+    ).folder
 
 
 def compare(arguments: Any, work: Path) -> None:
     run, seconds_for_states = prepare(arguments, work)
-    result: dict[str, Any] = {
-        "provenance": provenance(target=arguments.target),
-        "speculators": installed_version("speculators"),
-        "threads": torch.get_num_threads(),
-        "data_hash": run.corpus.content_hash,
-        "same": same_for_all(run),
-        "minutes_for_states": seconds_for_states / 60,
-        "arms": arms_before(arguments.out, same_for_all(run)),
-    }
-    trainings: dict[str, Callable[[], tuple[Arm, Path]]] = {
-        "leadout": partial(train_ours, run, arguments.target, work / "leadout")
-    }
-    for name, options in PEER_ARMS.items():
-        folder = work / name.replace(", ", "-")
-        trainings[name] = partial(train_peer, run, arguments.target, work, folder, options)
-    for name in [name for name in trainings if name not in result["arms"]]:
-        arm, drafter = trainings[name]()
-        result["arms"][name] = arm | validate(run, drafter)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"{name:28} acceptance length {result['arms'][name]['acceptance_length']:.3f}")
+    arms = arms_before(arguments.out, same_for_all(run))
+    for seed in arguments.seeds:
+        config = run.config.model_copy(update={"seed": seed})
+        trainings: dict[str, Callable[[Path], tuple[Arm, Path]]] = {
+            OURS: partial(train_ours, run, config, arguments.target),
+            PEER: partial(train_peer, run, config, arguments.target, work),
+        }
+        for name, train in trainings.items():
+            if str(seed) in arms[name]:
+                continue
+            arm, drafter = train(work / f"{name}-{seed}")
+            arms[name][str(seed)] = arm | validate(run, drafter)
+            result = {
+                "provenance": provenance(target=arguments.target),
+                "speculators": installed_version("speculators"),
+                "threads": torch.get_num_threads(),
+                "data_hash": run.corpus.content_hash,
+                "target": "tiny random model" if arguments.tiny else arguments.target.name,
+                "same": same_for_all(run),
+                "minutes_for_states": seconds_for_states / 60,
+                "arms": arms,
+                **difference_of(arms[OURS], arms[PEER]),
+            }
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+            length = arms[name][str(seed)]["acceptance_length"]["value"]
+            print(f"{name:12} seed {seed}: acceptance length {length:.3f}", flush=True)
 
 
-def arms_before(out: Path, same: dict[str, Any]) -> dict[str, Arm]:
-    if not out.exists():
+def difference_of(ours: dict[str, Arm], theirs: dict[str, Arm]) -> dict[str, Any]:
+    """Ours against theirs over the seeds that both have, with intervals over the held-out texts."""
+    seeds = [seed for seed in ours if seed in theirs]
+    if not seeds:
         return {}
+
+    def summed(arms: dict[str, Arm], part: str) -> Floats:
+        return np.array([arms[seed][part] for seed in seeds], dtype=np.float64).sum(0)  # [texts]
+
+    def length(arms: dict[str, Arm], drawn: Any) -> Any:
+        steps = summed(arms, "steps_by_text")[drawn].sum(-1)
+        return 1 + summed(arms, "accepted_by_text")[drawn].sum(-1) / np.maximum(steps, 1)
+
+    texts = len(summed(ours, "steps_by_text"))
+    found = bootstrap(texts, lambda drawn: length(ours, drawn) - length(theirs, drawn))
+    by_seed = {
+        seed: ours[seed]["acceptance_length"]["value"] - theirs[seed]["acceptance_length"]["value"]
+        for seed in seeds
+    }
+    minutes = [sum(arms[s]["processor_minutes"] for s in seeds) for arms in (ours, theirs)]
+    return {
+        "difference": {"acceptance_length": found.model_dump(), "by_seed": by_seed},
+        "processor_time_ratio": minutes[0] / minutes[1],
+    }
+
+
+def arms_before(out: Path, same: dict[str, Any]) -> dict[str, dict[str, Arm]]:
+    """The arms of an earlier call by trainer and seed."""
+    if not out.exists():
+        return {OURS: {}, PEER: {}}
     before = json.loads(out.read_text())
     if before["same"] != same:
         raise SystemExit(f"--out {out} contains arms with other settings; name another file")
-    arms: dict[str, Arm] = before["arms"]
+    arms: dict[str, dict[str, Arm]] = before["arms"]
     return arms
 
 
@@ -126,9 +177,11 @@ def prepare(arguments: Any, work: Path) -> tuple[Run, float]:
     requested = TrainConfig(
         layers=LAYERS,
         block_size=BLOCK_SIZE,
-        mask_token_id=MASK_TOKEN,
+        mask_token_id=TINY_MASK_TOKEN if arguments.tiny else MASK_TOKEN,
         max_length=MAX_LENGTH,
         anchors=ANCHORS,
+        learning_rate=LEARNING_RATE,
+        precision="float32",
         batch_sequences=arguments.sequences,
         validation_sequences=arguments.held_out,
         epochs=arguments.steps * arguments.sequences / arguments.samples,
@@ -163,6 +216,8 @@ def same_for_all(run: Run) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids or ()),
         "mask_token_id": config.mask_token_id,
         "max_length": config.max_length,
+        "learning_rate": config.learning_rate,
+        "precision": config.precision,
         "steps": run.steps,
         "sequences_per_step": config.batch_sequences,
         "blocks_per_step": config.batch_sequences * config.anchors,
@@ -257,9 +312,9 @@ def minutes(spent: torch.Tensor) -> Arm:
     return {"minutes": wall, "processor_minutes": processor}
 
 
-def train_ours(states: Run, target: Path, folder: Path) -> tuple[Arm, Path]:
+def train_ours(states: Run, config: TrainConfig, target: Path, folder: Path) -> tuple[Arm, Path]:
     link_states(states.folder.parent, folder)
-    run = Run(target, states.corpus, states.config, folder, states.ranks)
+    run = Run(target, states.corpus, config, folder, states.ranks)
     steps: list[StepRecord] = []
     began = spent = clocks()
 
@@ -291,12 +346,12 @@ def train_ours(states: Run, target: Path, folder: Path) -> tuple[Arm, Path]:
 
 
 def train_peer(
-    run: Run, target: Path, work: Path, folder: Path, options: Sequence[str]
+    run: Run, config: TrainConfig, target: Path, work: Path, folder: Path
 ) -> tuple[Arm, Path]:
     from speculators.train import cli
     from speculators.train.config import TrainConfig as PeerConfig
 
-    samples, config = len(run.corpus.split.train), run.config
+    samples = len(run.corpus.split.train)
     tokens = sum(run.corpus.lengths[index] for index in run.corpus.split.train) / samples
     settings = [
         *("--speculator-type", "dflash", "--num-layers", config.layers),
@@ -314,7 +369,8 @@ def train_peer(
             "--train-data-ratio",
             (samples + 0.5) / (samples + 1),
         ),
-        *options,
+        *("--lr", config.learning_rate, "--hidden-states-dtype", config.precision),
+        *("--seed", config.seed),
     ]
     words = [str(word) for word in settings]
     places = ["--data-path", str(work / "peer-data"), "--save-path", str(folder)]
@@ -394,11 +450,16 @@ def validate(run: Run, drafter: Path) -> Arm:
     held_out = [run.fetch(index) for index in run.corpus.split.validation]
     drafts = accepted_drafts(forward, run.target_weights, run.source, held_out, BLOCK_SIZE)
     found = summarise(drafts, BLOCK_SIZE)
+    walked = [along_decoding(each.counts) for each in drafts]
+    accepted, steps = [sum(each) for each in walked], [len(each) for each in walked]
+    length = ratio_interval(np.array(accepted, np.float64), np.array(steps, np.float64)).plus(1)
     return {
-        "acceptance_length": found.overall.acceptance_length,
+        "acceptance_length": length.model_dump(),
         "by_source": {name: each.acceptance_length for name, each in found.by_source.items()},
         "every_position": found.overall.every_position,
         "by_position": found.overall.by_position,
+        "accepted_by_text": accepted,
+        "steps_by_text": steps,
     }
 
 

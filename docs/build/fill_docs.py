@@ -13,6 +13,7 @@ from pathlib import Path
 import gpu_tables
 import learn_tables
 import quickstart_output
+import reliability_tables
 import result_tables
 import scale_tables
 import train_tables
@@ -41,9 +42,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ablations": train_tables.ablations,
     "first-weights": train_tables.first_weights,
     "against-speculators": train_tables.against_speculators,
+    "against-speculators-one-seed": train_tables.against_speculators_one_seed,
     "control": result_tables.control,
     "live": result_tables.live,
     "live-useless": result_tables.live_useless,
+    "reliability": reliability_tables.classes,
     "learn-run": learn_tables.run,
     "learn-sets": learn_tables.sets,
     "learn-gate": learn_tables.gate,
@@ -51,10 +54,15 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "learn-gate-power": learn_tables.gate_power,
     "swaps": learn_tables.swaps,
     "swap-size": learn_tables.swap_size,
+    "chaos-run": learn_tables.chaos_run,
+    "chaos": learn_tables.chaos,
+    "adversary": learn_tables.adversary,
     "capture": learn_tables.capture,
     "bytes-per-token": scale_tables.bytes_per_token,
     "seconds-per-million": scale_tables.seconds_per_million,
     "large-drafter": scale_tables.large_drafter,
+    "training-sizes": scale_tables.training_sizes,
+    "training-layouts": scale_tables.training_layouts,
     "fleet": scale_tables.fleet,
     "gpu-plain": gpu_tables.plain,
     "gpu-differences": gpu_tables.differences,

@@ -1,5 +1,6 @@
 """Tables on learning from traffic; see fill_docs.py."""
 
+import textwrap
 from statistics import median
 from typing import Any
 
@@ -23,7 +24,7 @@ def run() -> str:
     """A sentence on the run: amount of data, duration, gain, failures."""
     found = result("learn/smollm2.json")
     adapted, traffic = found["learnt"]["adaptation"], found["traffic"]
-    return (
+    sentences = (
         f"{adapted['traffic_requests']} of {traffic['requests']} captured requests and the "
         f"same amount of replay, {found['training_minutes']:.0f} minutes of training on two cores, "
         f"{found['cycle_minutes']:.0f} with the gate. Acceptance length on unseen requests of the "
@@ -31,6 +32,7 @@ def run() -> str:
         f"({_percent(found['gain'])}). Failed requests: {found['failed_requests']}. Changed "
         f"answers: {found['changed_answers']} of {found['compared_answers']} (float32)."
     )
+    return textwrap.fill(sentences, 110)
 
 
 def sets() -> str:
@@ -103,6 +105,51 @@ def swaps() -> str:
         ("median gap elsewhere", _ms(found["median_gap_elsewhere"])),
     ]
     return table((f"{found['clients']} clients, float32", "measured"), rows)
+
+
+def chaos_run() -> str:
+    """A sentence on the run as a whole."""
+    found = result("reliability/chaos.json")
+    return (
+        f"{found['seconds'] / 60:.0f} minutes, {found['answers']} answers, of which "
+        f"{found['changed_answers']} differ from bare vLLM's; {found['failed_elsewhere']} requests "
+        f"failed that were not at a killed engine."
+    )
+
+
+def chaos() -> str:
+    found = result("reliability/chaos.json")
+    rows = []
+    for each in found["classes"]:
+        seconds = [
+            case["seconds_to_pointer"]
+            for case in found["timeline"]
+            if case["fault"] == each["name"] and case["seconds_to_pointer"] is not None
+        ]
+        slowest = f"{max(seconds):.1f} s" if seconds else ""
+        rows.append((each["name"], each["cases"], slowest, each["lost"]))
+    titles = ("fault", "cases", "slowest server on the pointer's version after", "lost")
+    return table(titles, rows)
+
+
+def adversary() -> str:
+    """Removed versions over all kinds of hostile or changing traffic that must keep a bound."""
+    cells = result("reliability/adversary.json")["cells"]
+    bound = [cell for cell in cells if cell["is_bound"]]
+    rows = []
+    for servers in sorted({cell["servers"] for cell in bound}):
+        shown = []
+        for is_bad in (False, True):
+            found = [
+                cell
+                for cell in bound
+                if cell["servers"] == servers and (cell["below_promise"] > 0) == is_bad
+            ]
+            runs, removed = (sum(cell[name] for cell in found) for name in ("runs", "removed"))
+            shown.append(f"{removed} of {runs} ({removed / runs:.1%})")
+        rows.append((servers, *shown))
+    heads = ("servers", "good versions removed", "versions 10% below their promise removed")
+    return table(heads, rows)
 
 
 def swap_size() -> str:

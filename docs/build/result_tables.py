@@ -235,8 +235,10 @@ def check_faults() -> str:
 
 def training() -> str:
     run = result("train/smollm2.json")
-    kept, kills = result("train/memory.json")["states"], result("train/kill.json")
-    text = result("data/kill.json")
+    memory, kills = result("train/memory.json"), result("train/kill.json")
+    ranks = result("train/kill_ranks.json")
+    kept = memory["states"]
+    text, servers = result("data/kill.json"), result("data/endpoints.json")
     blocks = blocks_of(run)
     rows = [
         (
@@ -249,14 +251,34 @@ def training() -> str:
             f"{kept['disk']['small']['peak_mib']:.0f} MiB, "
             f"{kept['disk']['large']['peak_mib']:.0f} MiB (a tiny target)",
         ),
+        *(
+            (
+                f"peak memory for {name}, target in the trainer; with served states",
+                f"{each['compute']['peak_mib']:,.0f} MiB, {each['served']['peak_mib']:,.0f} MiB "
+                f"(weights {each['weights_mib']:,.0f} MiB, of which embedding and head "
+                f"{each['embedding_and_head_mib']:,.0f} MiB)",
+            )
+            for name, each in memory["targets"].items()
+        ),
         (
             f"training killed {len(kills['kills'])} times and resumed",
             "largest difference in any weight: "
             f"{kills['largest_difference_in_best.safetensors']:g}",
         ),
         (
+            f"sharded training killed {len(ranks['kills'])} times, resumed on 1 and 2 processes in "
+            "turn",
+            "weights differ by at most "
+            f"{ranks['largest_share_of_movement']:.1e} of how far training moved them",
+        ),
+        (
             f"data killed {len(text['kills'])} times and resumed",
             f"{text['samples']} samples, {text['missing']} missing, {text['different']} different",
+        ),
+        (
+            "data from two servers, one killed, one paused for a minute",
+            f"{servers['samples']} samples, {servers['missing']} missing, "
+            f"{servers['different']} different",
         ),
     ]
     return table(("", "measured"), rows)

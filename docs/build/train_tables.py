@@ -49,7 +49,30 @@ def nearest(found: Any) -> set[int]:
 
 
 def against_speculators() -> str:
-    arms = result("train/against_speculators.json")["arms"]
+    found = result("train/against_speculators.json")
+    rows = [
+        (
+            name,
+            seed,
+            f"{each['acceptance_length']['value']:.3f} ({each['acceptance_length']['low']:.3f} to "
+            f"{each['acceptance_length']['high']:.3f})",
+            f"{each['blocks']:,}",
+            f"{each['processor_minutes']:.2f}",
+        )
+        for name, seeds in found["arms"].items()
+        for seed, each in seeds.items()
+    ]
+    gap = found["difference"]["acceptance_length"]
+    headings = ("trainer", "seed", "held-out acceptance length", "blocks", "CPU minutes")
+    return (
+        table(headings, rows).rstrip("\n")
+        + f"\n\nDifference over all seeds: {gap['value']:.3f} ({gap['low']:.3f} to "
+        + f"{gap['high']:.3f}); CPU time: {found['processor_time_ratio']:.2f} of speculators'."
+    )
+
+
+def against_speculators_one_seed() -> str:
+    arms = result("train/against_speculators_one_seed.json")["arms"]
     rows = [
         (
             name,

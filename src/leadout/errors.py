@@ -36,7 +36,10 @@ def printable(text: str) -> str:
 
 def shown(value: object) -> str:
     """A value from a file for a message: escaped, and shortened if it is enormous."""
-    text = repr(value)
-    if len(text) <= _MAX_SHOWN:
-        return text
-    return f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+    return shortened(repr(value))
+
+
+def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
+    """Text from a file that may be enormous, escaped and shortened for a message."""
+    text = printable(text)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from leadout.errors import LeadoutError
@@ -44,6 +45,7 @@ def local_folder(
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     patterns = ["*.json"] if config_only else [*_MODEL_FILES]
@@ -63,6 +65,11 @@ def local_folder(
             f"{name} is neither a local folder nor a model on the Hugging Face hub that you can "
             "access. Check the spelling; for private and gated models run `hf auth login`."
         ) from problem
+    except RevisionNotFoundError as problem:
+        raise ModelNotFoundError(
+            f"{name} has no revision {revision} on the Hugging Face hub; expected one of its "
+            "branches, tags or commits. Check the revision."
+        ) from problem
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0].rstrip(".")
         raise ModelNotFoundError(
@@ -70,6 +77,11 @@ def local_folder(
             f"downloaded: {reason}. Check the name, the network and HF_HUB_OFFLINE, or run "
             f"`hf download {name}` first."
         ) from problem
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a model in the hub's cache, which names its folders so; None for others."""
+    return folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else None
 
 
 def is_left_to_vllm(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,9 @@ class Provenance(BaseModel):
         """
         script, *arguments = sys.argv
         return cls(
-            command=" ".join([*_program(Path(script)), *shown_arguments(arguments)]),
+            command=" ".join(
+                [*_program(Path(script)), *map(shlex.quote, shown_arguments(arguments))]
+            ),
             date=datetime.now(UTC).date().isoformat(),
             versions=installed_versions(),
             machine=machine(),

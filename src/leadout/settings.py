@@ -7,12 +7,14 @@ the model directly.
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from leadout.errors import LeadoutError
+from leadout.errors import LeadoutError, shortened
 from leadout.files import read_text, write_text
 
 
@@ -60,7 +62,7 @@ class Settings(BaseModel):
         hint = f"See `leadout {cls.command} --help`."
         if not first["loc"]:  # a validator over several settings says it all
             return f"{str(first['msg']).removeprefix('Value error, ')} {hint}"
-        name = str(first["loc"][0])
+        name = shortened(str(first["loc"][0]))
         in_file = file is not None and name not in given
         where = f"{file}: {name}" if in_file else cls.flag_of(name)
         if first["type"] == "missing":
@@ -97,6 +99,10 @@ class Settings(BaseModel):
         write_text(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
 
 
+_MAX_FLOW_DEPTH = 16
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; without aliases, which can expand a few bytes into gigabytes."""
     import yaml
@@ -108,11 +114,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
             return super().compose_node(parent, index)
 
     text = read_text(path, max_mib=1)
+    if _flow_depth(text) > _MAX_FLOW_DEPTH:
+        raise SettingsError(f"{path}: has more than {_MAX_FLOW_DEPTH} brackets within each other.")
     try:
         values = yaml.load(text, Loader)
     except SettingsError:
         raise
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, RecursionError) as problem:
+    # Besides its own errors, PyYAML raises those of Python for values that do not fit their tag.
+    except (
+        yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    ) as problem:  # fmt: skip
         reason = str(problem).strip().splitlines() or [type(problem).__name__]
         raise SettingsError(f"{path} is not valid YAML: {_shown(reason[0])}.") from None
     if values is None:
@@ -120,6 +131,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise SettingsError(f"{path}: expected one `name: value` per line.")
     return values
+
+
+def _flow_depth(text: str) -> int:
+    """How deep brackets are nested; PyYAML's time grows with the square of it."""
+    steps = (1 if bracket in "[{" else -1 for bracket in _BRACKET.findall(text))
+    return max(accumulate(steps), default=0)
 
 
 def _shown(value: object) -> str:

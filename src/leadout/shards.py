@@ -2,38 +2,69 @@
 
 Each line is written by one call, so a killed writer leaves at most one incomplete line at the end,
 which the next writer truncates. A file lock excludes a second writer. Readers ignore an incomplete
-line and fetch samples by their offset, so they keep only a few bytes per sample in memory.
+line and fetch samples by their offset, so they keep no tokens in memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from leadout.errors import LeadoutError
-from leadout.files import Timeout, lock
+from leadout.errors import LeadoutError, shown
+from leadout.files import Timeout, first_problem, lock, opened, read_lines
 
 
 class ShardError(LeadoutError):
     """A shard that cannot be read or written."""
 
 
+# No vocabulary is larger. Whoever knows the target's compares with that.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
+
+
 class Sample(BaseModel):
     """One answer of the target, with its prompt."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     id: str
     source: str
-    prompt: list[int]
-    response: list[int]
+    prompt: TokenIds
+    response: TokenIds
     temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What is known of a sample without reading it again."""
+
+    id: str
+    source: str
+    temperature: float
+    prompt_length: int
+    response_length: int
+    prompt_hash: bytes
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        digest = hashlib.sha256(repr(sample.prompt).encode()).digest()
+        return cls(
+            sample.id,
+            sys.intern(sample.source),
+            sample.temperature,
+            len(sample.prompt),
+            len(sample.response),
+            digest[:16],
+        )
 
 
 class ShardWriter:
@@ -68,19 +99,45 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.fsync(self._handle)
-        os.close(self._handle)
-        self._lock.release()
+        # Forgotten before anything can fail: the number may belong to another file afterwards.
+        handle, self._handle = self._handle, -1
+        try:
+            os.fsync(handle)
+        finally:
+            try:
+                os.close(handle)
+            finally:
+                self._lock.release()
 
 
 def read_shard(path: Path) -> Iterator[tuple[int, Sample]]:
     """Offset and sample of each complete line of a file."""
-    with path.open("rb") as lines:
-        offset = 0
-        for number, line in enumerate(lines, start=1):
-            if line.endswith(b"\n"):
-                yield offset, _parse(line, f"{path}, line {number}")
-            offset += len(line)
+    offset = 0
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.endswith(b"\n"):
+            yield offset, _parse(line, f"{path}, line {number}")
+        offset += len(line)
+
+
+def usable_samples(
+    path: Path, vocab_size: int, unseal: Callable[[bytes], bytes | None] = lambda line: line
+) -> Iterator[tuple[bytes, Sample] | None]:
+    """Each complete line with its sample; None for a line that cannot be trained on.
+
+    Such a line is no sample, or has a token id that the target does not have. `unseal` decrypts a
+    line; None for one that is damaged.
+    """
+    for written in read_lines(path):
+        if not written.endswith(b"\n"):
+            continue
+        line = unseal(written)
+        try:
+            sample = Sample.model_validate_json(line or b"")
+        except ValidationError:
+            yield None
+            continue
+        largest = max((*sample.prompt, *sample.response), default=0)
+        yield (line, sample) if line is not None and largest < vocab_size else None
 
 
 class WrittenSamples(Mapping[str, Sample]):
@@ -112,16 +169,21 @@ class WrittenSamples(Mapping[str, Sample]):
 class Samples(Sequence[Sample]):
     """The samples of several files in the order of their ids, whichever file each is in."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(
+        self, paths: Sequence[Path], each: Callable[[Sample], None] = lambda _: None
+    ) -> None:
+        """`each` is called once with every sample while the files are indexed."""
         self._paths = list(paths)
-        found = sorted(
-            (sample.id, shard, offset)
-            for shard, path in enumerate(self._paths)
-            for offset, sample in read_shard(path)
-        )
+        found: list[tuple[SampleFacts, int, int]] = []
+        for shard, path in enumerate(self._paths):
+            for offset, sample in read_shard(path):
+                found.append((SampleFacts.of(sample), shard, offset))
+                each(sample)
+        found.sort(key=lambda item: item[0].id)
         for (first, _, _), (second, shard, _) in pairwise(found):
-            if first == second:
-                raise _repeated(self._paths[shard], second)
+            if first.id == second.id:
+                raise _repeated(self._paths[shard], second.id)
+        self.facts = [facts for facts, _, _ in found]
         self._shards = array("H", (shard for _, shard, _ in found))  # the file of each sample ...
         self._offsets = array("q", (offset for _, _, offset in found))  # ... and its offset there
 
@@ -138,13 +200,13 @@ class Samples(Sequence[Sample]):
 
 def _repeated(path: Path, name: str) -> ShardError:
     return ShardError(
-        f"{path}: the sample {name!r} occurs twice, expected each once. Two jobs wrote to this "
-        "folder; remove the files of one of them."
+        f"{path}: the sample {shown(name)} occurs twice, expected each once. Two jobs wrote to "
+        "this folder; remove the files of one of them."
     )
 
 
 def _sample_at(path: Path, offset: int) -> Sample:
-    with path.open("rb") as file:
+    with opened(path) as file:
         file.seek(offset)
         return _parse(file.readline(), f"{path}, at byte {offset}")
 
@@ -153,10 +215,9 @@ def _parse(line: bytes, where: str) -> Sample:
     try:
         return Sample.model_validate_json(line)
     except ValidationError as problem:
-        first = problem.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "line"
         raise ShardError(
-            f"{where}: {field}: {first['msg']}; expected a sample as written by `leadout data`."
+            f"{where}: {first_problem(problem, 'line')}; expected a sample as written by `leadout "
+            "data`."
         ) from None
 
 

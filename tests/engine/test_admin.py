@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from leadout.engine.admin import KEY, AdminPlugin
+from leadout.engine import admin, bearer_key
+from leadout.engine.admin import KEY, AdminPlugin, read_version
+from leadout.engine.bearer_key import has_key
+from leadout.engine.fail_safe import LimitedLog
 from leadout.engine.hot_swap import Swapper
 from leadout.engine.rollout import ServingDrafter
-from leadout.registry import Registry
+from leadout.registry import Manifest, Registry
 from support.models import tiny_llama
 from support.two_workers import TwoWorkers
 from support.version_registry import publish, with_nan
 
-RIGHT = {"Authorization": "Bearer a-long-key"}
+RIGHT = {"Authorization": "Bearer a-key-that-is-long"}
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Leadout logs in the server from here on."""
+    lines: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    monkeypatch.setattr(logging.getLogger("vllm.leadout"), "handlers", [Collect()])
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bearer_key, "WRONG_KEY_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -39,7 +64,7 @@ def engine(registry: Registry, tmp_path: Path) -> TwoWorkers:
 def client(
     registry: Registry, engine: TwoWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> TestClient:
-    monkeypatch.setenv(KEY, "a-long-key")
+    monkeypatch.setenv(KEY, "a-key-that-is-long")
     app = FastAPI()
     AdminPlugin().attach_router(app)
     app.state.leadout_drafter = ServingDrafter(
@@ -58,9 +83,9 @@ def client(
         {},
         {"Authorization": "Bearer another-key"},
         {"Authorization": "Bearer "},
-        {"Authorization": "a-long-key"},
-        {"Authorization": "Basic a-long-key"},
-        {"Authorization": "Bearer a-long-key2"},
+        {"Authorization": "a-key-that-is-long"},
+        {"Authorization": "Basic a-key-that-is-long"},
+        {"Authorization": "Bearer a-key-that-is-long2"},
         {"Authorization": b"Bearer \xff\xfe"},
     ],
 )
@@ -81,6 +106,37 @@ def test_without_a_key_in_the_environment_there_are_no_routes(
     AdminPlugin().attach_router(app)
     client = TestClient(app)
     assert client.get("/leadout/drafter", headers={"Authorization": "Bearer "}).status_code == 404
+
+
+def test_a_short_key_adds_no_routes(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
+    monkeypatch.setenv(KEY, "k")
+    app = FastAPI()
+    AdminPlugin().attach_router(app)
+    asked = TestClient(app).get("/leadout/drafter", headers={"Authorization": "Bearer k"})
+    assert asked.status_code == 404
+    assert f"{KEY} has 1 characters, expected at least 16" in logged[0]
+
+
+def test_wrong_keys_are_refused_late_and_logged_once(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(bearer_key, "WRONG_KEY_SECONDS", 0.3)
+    monkeypatch.setattr(bearer_key, "_wrong_key_log", LimitedLog(logging.WARNING))
+    started = time.monotonic()
+    for _ in range(2):
+        assert client.get("/leadout/drafter").status_code == 401
+    assert time.monotonic() - started >= 0.6
+    assert logged == ["Leadout's HTTP routes were asked without the right key"]
+
+
+def test_a_key_that_is_not_utf_8_is_compared_as_bytes() -> None:
+    key = os.fsdecode(b"\xff" * 16)  # as it comes from the environment
+
+    def request(authorization: bytes) -> Request:
+        return Request({"type": "http", "headers": [(b"authorization", authorization)]})
+
+    assert has_key(request(b"Bearer " + b"\xff" * 16), [key])
+    assert not has_key(request(b"Bearer a-key-that-is-long"), [key])
 
 
 def test_the_key_allows_to_show_and_swap(client: TestClient, engine: TwoWorkers) -> None:
@@ -138,10 +194,32 @@ def test_a_version_that_cannot_be_served_is_refused_with_the_reason(
 
 
 def test_a_server_without_a_registry_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "a-long-key")
+    monkeypatch.setenv(KEY, "a-key-that-is-long")
     app = FastAPI()
     AdminPlugin().attach_router(app)
     assert not hasattr(app.state, "leadout_drafter")
     app.state.nothing = SimpleNamespace()
     asked = TestClient(app).get("/leadout/drafter", headers=RIGHT)
     assert (asked.status_code, asked.json()["error"]) == (404, "this server follows no registry")
+
+
+@pytest.mark.parametrize("failures", [2, 99])
+def test_storage_that_is_away_for_a_moment_is_waited_for_at_the_start(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr(admin, "WAITS_FOR_STORAGE", (0.0, 0.0))
+    manifest, reads = registry.manifest(1), []
+
+    def fake_manifest(version: int) -> Manifest:
+        reads.append(version)
+        if len(reads) <= failures:
+            raise OSError("unreachable")
+        return manifest
+
+    monkeypatch.setattr(registry, "manifest", fake_manifest)
+    if failures == 2:
+        assert asyncio.run(read_version(registry, 1))[0] == manifest
+    else:
+        with pytest.raises(OSError, match="unreachable"):
+            asyncio.run(read_version(registry, 1))
+    assert reads == [1, 1, 1]

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -26,6 +27,7 @@ ARMS = ("bare", "bare-again", "fixed")
 KILLED_AFTER = 3  # measurements: one round
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Servers run as users run them, and log which plugins they load.
+pytestmark = pytest.mark.timeout(3600)  # three servers
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "DEBUG",
@@ -35,7 +37,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Story:
-    """A bench that was killed on its way and then resumed."""
+    """A bench; with --nightly it was killed on its way and then resumed."""
 
     out: Path
     killed: list[Process]
@@ -49,7 +51,7 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def story(tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> Story:
     folder = tmp_path_factory.mktemp("bench")
     config = replace(TINY_DRAFTER, target_num_layers=6, mask_token_id=MASK_TOKEN)
     target = write_tiny_chat_target(folder / "target")
@@ -62,10 +64,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     words += ["--rounds", str(ROUND_COUNT), "--seconds", "0.5", "--output-tokens", str(TOKENS)]
     words += ["--turns", "slices"]
     words += ["--json", "--resume", "--", "--dtype", "float32", "--max-model-len", "256"]
-    killed, left = _kill_on_its_way(words, folder / "out" / ROUNDS)
+    killed, left = _kill_on_its_way(words, folder / "out" / ROUNDS) if nightly else ([], [])
     before = RoundsFile(folder / "out").read()
     ended = subprocess.run(
-        words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300
+        words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=2400
     )
     # A few tokens of a tiny model on a busy machine: the measured speed-up may be anything.
     assert ended.returncode in (SUCCESS, NEGATIVE, UNDECIDED), ended.stderr
@@ -83,24 +85,26 @@ def _kill_on_its_way(words: list[str], rounds: Path) -> tuple[list[Process], lis
     family = family_of(run.pid)
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    return family, wait_until_gone(family, seconds=60)
+    return family, wait_until_gone(family, seconds=240)
 
 
+@pytest.mark.nightly  # of a bench; those of one server: test_server_end.py
 def test_a_kill_leaves_no_process_behind(story: Story) -> None:
     """Also none of those that were stopped at that moment."""
     assert sum("EngineCore" in process.command for process in story.killed) == len(ARMS)
     assert story.left_by_kill == []
 
 
+@pytest.mark.nightly  # starts all servers twice; without servers: unit/bench/test_run.py
 def test_a_resumed_bench_measures_nothing_twice(story: Story) -> None:
     after = RoundsFile(story.out).read()
     assert len(story.before_resume) >= KILLED_AFTER
     assert after[: len(story.before_resume)] == story.before_resume
-    cells = [each.cell for each in after]
-    assert len(cells) == len(set(cells)) == len(CONCURRENCIES) * ROUND_COUNT * len(ARMS)
 
 
 def test_every_cell_has_its_rounds_and_its_speedup(story: Story) -> None:
+    cells = [each.cell for each in RoundsFile(story.out).read()]
+    assert len(cells) == len(set(cells)) == len(CONCURRENCIES) * ROUND_COUNT * len(ARMS)
     result = story.result
     assert BenchResult.model_validate_json(story.printed) == result
     assert [(c.concurrency, c.arm) for c in result.cells] == [
@@ -118,8 +122,11 @@ def test_every_cell_has_its_rounds_and_its_speedup(story: Story) -> None:
 
 
 def test_all_servers_run_for_the_same_time_in_slices(story: Story) -> None:
-    for each in RoundsFile(story.out).read():
-        assert each.load.seconds == pytest.approx(0.5, abs=0.25)  # the machine may be busy
+    """A busy machine ends slices late, but those of all servers."""
+    measured = RoundsFile(story.out).read()
+    assert min(each.load.seconds for each in measured) >= 0.49  # two slices of a quarter
+    usual = [median(each.load.seconds for each in measured if each.cell.arm == arm) for arm in ARMS]
+    assert max(usual) < 2 * min(usual)
 
 
 def test_only_the_arm_with_a_drafter_counts_drafts(story: Story) -> None:
@@ -149,7 +156,7 @@ def test_the_report_opens_in_a_browser_with_all_charts(story: Story) -> None:
         [browser, "--headless", "--no-sandbox", "--dump-dom", page],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=480,
     )
     # Means, the one set, acceptance, latency at each concurrency.
     assert shown.stdout.count('<svg class="chart"') == 3 + len(CONCURRENCIES)

@@ -9,7 +9,7 @@ import pytest
 
 from leadout.engine.capture_store import read_info, segment_paths
 from leadout.engine.counters import read_small
-from leadout.engine.rollout import ServedRequests, served_requests_file
+from leadout.engine.served_requests import ServedRequests, served_requests_file
 from leadout.engine.settings import (
     CAPTURE,
     LIVE,
@@ -24,18 +24,10 @@ from leadout.engine.settings import (
 from leadout.models import fingerprint
 from leadout.registry import Registry
 from leadout.shards import Sample, read_shard
-from support.models import tiny_llama
 from support.version_registry import CONFIG, publish
 
 PROMPTS = [[5, 9, 2, 44, *range(100, 200)], [60, 61, 62, 300]]
 K = CONFIG.max_draft_tokens
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

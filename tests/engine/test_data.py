@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from leadout.cli.app import app
 from leadout.data.chat import Chat
 from leadout.data.manifest import DataFolder, shard_path
+from leadout.dflash.target import UnsupportedTargetError
 from leadout.engine.child_process import EngineError
-from leadout.engine.offline import TextEngine, TextRequest
+from leadout.engine.offline import TextEngine, TextRequest, require_tappable
 from support.prompts import PROMPTS
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, write_tiny_chat_target
 
@@ -26,6 +27,7 @@ SELF = 8
 FLAGS = (
     *("--max-new-tokens", str(NEW_TOKENS), "--max-length", str(LENGTH)),
     *("--concurrency", str(AT_ONCE), "--dtype", "float32", "--prompts", f"self:{SELF}"),
+    *("--greedy-share", "0.5", "--temperature", "0.7", "--top-p", "1"),
 )
 Run = Callable[..., DataFolder]
 
@@ -179,3 +181,18 @@ def test_sampled_prompts_larger_than_a_step_together_are_answered(engine: TextEn
 def test_an_engine_that_refuses_its_settings_says_why(target: Path) -> None:
     with pytest.raises(EngineError, match=r"does not start with.* 9999 tokens.*max_model_len"):
         TextEngine(str(target), max_length=9999, max_requests=4, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "refused"),
+    [("MixtralForCausalLM", True), ("LlamaForCausalLM", False), ("UnknownForCausalLM", False)],
+)
+def test_targets_whose_states_vllm_does_not_hand_out_are_refused(
+    architecture: str, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    if not refused:
+        require_tappable(str(tmp_path))
+        return
+    with pytest.raises(UnsupportedTargetError, match="add `-- --model-impl transformers`"):
+        require_tappable(str(tmp_path))

@@ -16,6 +16,7 @@ from support.gpu_resolution import (
     Mode,
     differences,
     rows_on,
+    rows_with_table,
 )
 from support.models import ROOT
 
@@ -29,7 +30,12 @@ def committed() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+# On one GPU at every change; the replays of test_gpu_dispatch resolve configs on another.
+FIRST, *OTHERS = GPUS
+EACH_GPU = [FIRST, *(pytest.param(gpu, marks=pytest.mark.nightly) for gpu in OTHERS)]
+
+
+@pytest.mark.parametrize("gpu", EACH_GPU)
 def test_the_committed_table_is_what_is_resolved_now(gpu: str, committed: dict[str, Any]) -> None:
     rows = [row for row in committed["rows"] if row["gpu"] == gpu]
     now = [{"gpu": gpu, **row} for row in rows_on(gpu)]
@@ -85,6 +91,17 @@ def test_full_graphs_have_no_gaps_and_the_drafter_has_some(committed: dict[str, 
         if row["mode"] == TABLE:
             assert row["graph_gaps"].keys() == {"2", "6", "11"}
             assert row["drafter_graphs"] == 0
+
+
+def test_a_table_of_the_users_has_no_gaps_either() -> None:
+    plain, ours = rows_with_table(FIRST)
+    assert plain["graph_gaps"]
+    assert plain["drafter_graphs"] == 0
+    # All that differs are the graphs: none is missing, and the drafter has its own.
+    differing = {each["field"] for each in ours["differs"]}
+    assert differing == {"capture_sizes", "graph_gaps", "graphs", "drafter_graphs"}
+    assert ours["graph_gaps"] == {}
+    assert ours["drafter_graphs"] >= 31
 
 
 def test_full_graphs_cover_the_requests_that_were_tuned(committed: dict[str, Any]) -> None:

@@ -18,17 +18,9 @@ from leadout.engine.vllm_flags import (
 )
 from leadout.registry import Registry, RegistryError
 from leadout.settings import SettingsError
-from support.models import tiny_llama
-from support.version_registry import publish
+from support.version_registry import publish, with_nan
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "8")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -63,6 +55,17 @@ def test_the_current_version_is_served_and_followed(registry: Registry, target: 
     assert SCHEDULER in plan.command
     assert WORKER_EXTENSION in plan.command
     assert "leadout" in plan.environment[PLUGINS].split(",")
+
+
+def test_a_revision_is_not_applied_to_versions_of_a_registry(
+    registry: Registry, target: Path
+) -> None:
+    flags = ("--speculative-config", '{"revision": "v2", "num_speculative_tokens": 2}')
+    plan = plan_of(target, *flags, registry=registry.folder)
+    speculation = value_of(plan, "--speculative-config")
+    assert "revision" not in speculation
+    assert speculation["num_speculative_tokens"] == 2
+    assert any(note.startswith("revision v2: not used") for note in plan.notes)
 
 
 def test_capture_alone_needs_no_drafter_and_no_plugin_names(target: Path, tmp_path: Path) -> None:
@@ -115,6 +118,23 @@ def test_a_broken_version_is_served_bare_on_request(registry: Registry, target: 
     assert any("serving WITHOUT speculation" in note for note in plan.notes)
 
 
+def test_a_server_starts_while_the_pointer_names_a_version_that_cannot_be_served(
+    registry: Registry, target: Path, tmp_path: Path
+) -> None:
+    """Servers that run keep their version then, and a restart must not end one of them."""
+    for spoiled in ({"spoil": with_nan}, {"other_target": True}):
+        version = publish(registry, target, tmp_path, seed=2, parent=2, **spoiled).version
+        registry.point_to(version, "a bad one")
+        plan = plan_of(target, registry=registry.folder)
+        assert value_of(plan, "--speculative-config")["model"] == str(registry.path(2))
+        assert any(f"version {version} cannot be served" in note for note in plan.notes)
+    child = publish(registry, target, tmp_path, seed=2, parent=version).version
+    (registry.path(child) / "model.safetensors").write_bytes(b"half")
+    registry.point_to(child, "worse: its parent is bad, too")
+    plan = plan_of(target, registry=registry.folder)
+    assert value_of(plan, "--speculative-config")["model"] == str(registry.path(2))
+
+
 def test_the_printed_plan_can_be_run_as_it_is(
     registry: Registry, target: Path, tmp_path: Path
 ) -> None:
@@ -126,3 +146,11 @@ def test_the_printed_plan_can_be_run_as_it_is(
     assert '"rate": 0.25' in ran.stdout
     refused = CliRunner().invoke(app, [*words[:-1], "1.5"])
     assert refused.exit_code == 2
+
+
+@pytest.mark.parametrize("upload", ["traffic", "file:///tmp/traffic"])
+def test_captured_traffic_is_not_uploaded_to_a_folder(
+    target: Path, tmp_path: Path, upload: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"--capture-upload {upload} is a folder.*s3://"):
+        plan_of(target, capture=tmp_path, capture_upload=upload)

@@ -10,6 +10,8 @@ from support.drafters import write_random_drafter
 from support.prompts import PROMPTS
 
 K = 7
+# Nightly: live control and `leadout serve` are compared with bare vLLM at every change.
+pytestmark = pytest.mark.nightly
 
 
 def greedy_tokens(llm: Any) -> list[list[int]]:

@@ -26,18 +26,10 @@ from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, edit_config, write_random_drafter
-from support.models import tiny_llama
 from support.tuned_files import a_tuning
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "8")
 K = TINY_DRAFTER.max_draft_tokens
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -186,3 +178,42 @@ def test_targets_that_only_vllm_can_fetch_are_passed_on(name: str, tmp_path: Pat
     assert name in plan.command
     with pytest.raises(SettingsError, match="--capture needs a target whose files"):
         plan_of(name, None, capture=tmp_path / "captured")
+
+
+@pytest.mark.parametrize("flag", ["--draft", "--spec-model"])
+def test_drafters_that_only_vllm_can_fetch_are_passed_on(
+    flag: str, target: Path, tmp_path: Path
+) -> None:
+    name = "s3://bucket/drafter"
+    flags = ("--spec-tokens", "3", *(("--spec-model", name) if flag == "--spec-model" else ()))
+    drafter = name if flag == "--draft" else None
+    plan = plan_of(target, drafter, *flags, capture=tmp_path / "captured")
+    assert value_of(plan, "--speculative-config") == {
+        "method": "dflash",
+        "model": name,
+        "num_speculative_tokens": 3,
+    }
+    assert "--spec-tokens" not in plan.command
+    assert f"drafter {name}: only vLLM can fetch it; passed on, not examined" in plan.notes
+    with pytest.raises(SettingsError, match=f"--live needs a drafter .* got {name}"):
+        plan_of(target, drafter, *flags, live=True)
+
+
+# Speculation in vLLM's single flags.
+
+
+def test_single_flags_name_the_drafter(target: Path, drafter: Path) -> None:
+    plan = plan_of(target, None, "--spec-model", str(drafter), "--spec-tokens", "2")
+    speculation = value_of(plan, "--speculative-config")
+    assert speculation == {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 2}
+    config = config_of(plan, target).speculative_config
+    assert (config.method, config.num_speculative_tokens) == ("dflash", 2)
+
+
+def test_another_method_in_single_flags_is_passed_on(target: Path) -> None:
+    flags = ("--spec-method", "ngram", "--spec-tokens", "2")
+    plan = plan_of(target, None, *flags)
+    assert plan.command[-len(flags) :] == [*flags]
+    assert "speculation with ngram: passed on to vLLM, not examined" in plan.notes
+    with pytest.raises(SettingsError, match="--live works with the method dflash only"):
+        plan_of(target, None, *flags, live=True)

@@ -82,6 +82,7 @@ def test_v2_runs_our_class_and_drafts_the_same(
     assert found.equal == found.drafts == sum(K * len(drafts) for drafts in on_v2["drafts"])
 
 
+@pytest.mark.nightly  # by the class that V1 has, too: test_refusals.py
 @pytest.mark.parametrize("name", ["tap-beyond-target", "nan-weight"])
 def test_v2_refuses_a_fault_at_the_start(
     pair: tuple[Path, Path], tmp_path: Path, name: str

@@ -16,6 +16,7 @@ from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.processes import family_of
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
+pytestmark = pytest.mark.timeout(3600)  # three servers
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 KEY = "sk-not-for-anybody"
 
@@ -43,7 +44,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     words += ["--dtype", "float32", "--max-model-len", "512", "--api-key", KEY]
     before = family_of(os.getpid())
     run = subprocess.run(
-        words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=400
+        words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=2400
     )
     assert run.returncode in (SUCCESS, NEGATIVE), run.stderr
     assert family_of(os.getpid()) == before

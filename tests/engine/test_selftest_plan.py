@@ -86,6 +86,13 @@ def test_parts_that_the_flags_rule_out_are_named(pair: tuple[Path, Path, Path]) 
     assert set(sections) == {LIVE, CAPTURE}
 
 
+def test_api_servers_are_counted(pair: tuple[Path, Path, Path]) -> None:
+    assert plans(pair, "--data-parallel-size", "2").api_servers == 1  # the registry needs one
+    two = plans(pair, "--api-server-count", "2")
+    assert (two.api_servers, set(two.refused)) == (2, {REGISTRY})
+    assert plans(pair, "--data-parallel-size", "2", registry=False).api_servers == 2
+
+
 def test_a_drafter_that_cannot_be_swapped_needs_no_registry(pair: tuple[Path, Path, Path]) -> None:
     made = plans(pair, registry=False)
     assert set(made.refused) == {REGISTRY}
@@ -93,5 +100,7 @@ def test_a_drafter_that_cannot_be_swapped_needs_no_registry(pair: tuple[Path, Pa
 
 
 def test_an_unknown_flag_is_refused(pair: tuple[Path, Path, Path]) -> None:
-    with pytest.raises(SettingsError, match="--minuts"):
+    with pytest.raises(
+        SettingsError, match=r"--minuts is not a flag of `leadout selftest`.* mean --minutes\?"
+    ):
         plans(pair, "--minuts", "3")

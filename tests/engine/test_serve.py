@@ -9,6 +9,7 @@ import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from leadout.engine.server import Server, server_command
 from leadout.pairing import read_target
+from leadout.version import __version__
 from support.faults import FAULTS
 from support.processes import family_of
 from support.prompts import PROMPTS
@@ -27,14 +29,14 @@ SMALL = [
 ]
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SPECULATION = f'{{"method": "dflash", "model": "{QUICK_DRAFTER}", "num_speculative_tokens": 3}}'
-TOKENS = 40
+TOKENS = 24
 
 
 def texts_of(url: str) -> dict[str, list[str]]:
     """Greedy answers to eight prompts at once: both endpoints, streamed and not."""
 
     async def ask() -> dict[str, list[str]]:
-        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=300)
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=900)
         greedy = {"model": "smollm2", "temperature": 0.0, "max_tokens": TOKENS}
 
         async def complete(prompt: str) -> str:
@@ -69,13 +71,41 @@ def counter(url: str, name: str) -> float:
     return float(value)
 
 
+@dataclass(frozen=True)
+class Bare:
+    """What a server without a drafter said."""
+
+    texts: dict[str, list[str]]
+    capital: str  # the answer to a question
+    log: str
+
+
 @pytest.fixture(scope="module")
-def bare_texts(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def bare(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Bare:
     log = tmp_path_factory.mktemp("bare") / "server.log"
-    with Server(server_command(smollm2, SMALL), log=log, environment=ENVIRONMENT) as server:
-        return texts_of(server.url)
+    environment = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "DEBUG"}
+    before = family_of(os.getpid())
+    with Server(server_command(smollm2, SMALL), log=log, environment=environment) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=900)
+        answer = client.completions.create(
+            model="smollm2", prompt="The capital of France is", temperature=0.0, max_tokens=8
+        )
+        found = Bare(texts_of(server.url), answer.choices[0].text, log.read_text())
+    assert family_of(os.getpid()) == before
+    return found
 
 
+@pytest.fixture(scope="module")
+def bare_texts(bare: Bare) -> dict[str, list[str]]:
+    return bare.texts
+
+
+def test_stock_vllm_loads_the_plugin_and_answers(bare: Bare) -> None:
+    assert f"Leadout {__version__} is active" in bare.log
+    assert "Paris" in bare.capital
+
+
+@pytest.mark.nightly  # test_metrics_server.py has a stock server with this drafter
 def test_stock_vllm_with_leadout_installed_writes_the_same_text(
     smollm2: Path, bare_texts: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -120,7 +150,7 @@ def test_cut_requests_do_not_disturb_the_others(
     """Sixteen at once: a third fail, are left by their client in mid-stream, or meet the limit."""
 
     async def ask() -> list[str | BaseException]:
-        client = AsyncOpenAI(base_url=f"{leadout_server.url}/v1", api_key="none", timeout=300)
+        client = AsyncOpenAI(base_url=f"{leadout_server.url}/v1", api_key="none", timeout=900)
         greedy = {"model": "smollm2", "temperature": 0.0}
 
         async def whole(prompt: str) -> str:
@@ -163,13 +193,14 @@ def test_cut_requests_do_not_disturb_the_others(
     assert isinstance(outcomes[14], Exception)
     assert outcomes[2] == outcomes[11] == "left"
     # The server is as well as before.
-    client = OpenAI(base_url=f"{leadout_server.url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{leadout_server.url}/v1", api_key="none", timeout=900)
     again = client.completions.create(
         model="smollm2", prompt=PROMPTS[0], temperature=0.0, max_tokens=TOKENS
     )
     assert again.choices[0].text == bare_texts["complete"][0]
 
 
+@pytest.mark.nightly  # the command that it becomes: test_refusals.py; signals: test_server_end.py
 def test_an_unfit_pair_is_served_bare_on_request_and_a_signal_ends_it(
     smollm2: Path, bare_texts: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -189,4 +220,4 @@ def test_an_unfit_pair_is_served_bare_on_request_and_a_signal_ends_it(
         family = family_of(os.getpid())
         (process,) = [p for p in family if "-m vllm.entrypoints.cli.main serve" in p.command]
         os.kill(process.pid, signal.SIGTERM)
-        assert server.wait_until_ended(60) == 0
+        assert server.wait_until_ended(240) == 0

@@ -32,6 +32,16 @@ def test_vllm_does_not_spread_temperatures_over_the_tokens_of_a_step() -> None:
     assert whole_numbers.tolist() == [7, 7, 8, 8, 8, 9]
 
 
+def test_vllm_applies_top_k_to_steps_without_drafts() -> None:
+    """When this fails, vLLM has fixed it: such requests need no `top_p` any more."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    nothing, none = torch.empty(0, 320), torch.empty(0, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="max"):
+        apply_top_k_top_p_pytorch(nothing, none, None, allow_cpu_sync=True)
+    apply_top_k_top_p_pytorch(nothing, none, torch.empty(0), allow_cpu_sync=True)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
@@ -40,12 +50,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "drafter"
 
 
-def answers(llm: Any, temperatures: list[float]) -> list[list[int]]:
+def answers(llm: Any, temperatures: list[float], top_k: int = 0) -> list[list[int]]:
     from vllm import SamplingParams
 
     asks = [
         SamplingParams(
             temperature=temperature,
+            top_k=top_k,
             seed=number if temperature else None,
             max_tokens=24,
             ignore_eos=True,
@@ -57,6 +68,35 @@ def answers(llm: Any, temperatures: list[float]) -> list[list[int]]:
         [{"prompt_token_ids": prompt} for prompt in PROMPTS], asks, use_tqdm=False
     )
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def chosen_logprobs(llm: Any, at_once: int) -> list[list[dict[int, float]]]:
+    """Of chosen tokens, of the most likely ones and of none, with so many requests at once."""
+    from vllm import SamplingParams
+
+    usual = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "detokenize": False}
+    chosen = [0, 319, 7]
+    asks = [
+        SamplingParams(logprob_token_ids=chosen, **usual),
+        SamplingParams(logprobs=2, **usual),
+        SamplingParams(logprob_token_ids=chosen[:1], logprobs=1, **usual),
+        SamplingParams(**usual),
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = [
+        output
+        for first in range(0, len(prompts), at_once)
+        for output in llm.generate(
+            prompts[first : first + at_once], asks[first : first + at_once], use_tqdm=False
+        )
+    ]
+    return [
+        [
+            {token: round(each.logprob, 3) for token, each in step.items()}
+            for step in output.outputs[0].logprobs or []
+        ]
+        for output in outputs
+    ]
 
 
 def drafts_verified(llm: Any) -> int:
@@ -87,7 +127,10 @@ def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
     mixed, greedy = [0.0, 0.9, 0.0, 0.7], [0.0] * 4
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True}
     with run_engine(pair[0], **sizes) as llm:
-        bare = [answers(llm, mixed), answers(llm, greedy)]
+        bare = [answers(llm, mixed), answers(llm, greedy), answers(llm, mixed, top_k=3)]
+        # Beside a request that has chosen tokens, bare vLLM gives others -inf.
+        bare_logprobs = chosen_logprobs(llm, at_once=1)
+    assert bare[2] != bare[0]
     speculation = {
         "method": "dflash",
         "model": str(pair[1]),
@@ -104,8 +147,10 @@ def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
         assert isinstance(scheduler, CpuSamplingWorkaround)
         asked = drafts_asked_for(scheduler, monkeypatch)
         assert answers(llm, mixed) == bare[0]
+        assert answers(llm, mixed, top_k=3) == bare[2]
         assert drafts_verified(llm) == 0
         assert set(asked) == {0}
         assert answers(llm, greedy) == bare[1]
+        assert chosen_logprobs(llm, at_once=4) == bare_logprobs
         assert drafts_verified(llm) > 0
         assert set(asked) != {0}

@@ -22,7 +22,7 @@ from support.models import tiny_llama
 from support.tiny_chat import tiny_tokenizer
 from support.version_registry import CONFIG, publish, with_nan
 
-SECRET = "a-key-for-tests"
+SECRET = "a-key-for-the-tests"
 TOKENS = 48
 PROMPTS = [[5 + place, 9, 2, 44, *range(60, 60 + 3 * place), 200] for place in range(8)]
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256")
@@ -79,8 +79,8 @@ class World:
         settings |= plan.environment | environment
         return Server(plan.command, log=self.work / f"{name}.log", environment=settings)
 
-    def wait_for(self, is_there: Callable[[LedgerEntry], bool], seconds: float = 60) -> LedgerEntry:
-        deadline = time.monotonic() + seconds
+    def wait_for(self, is_there: Callable[[LedgerEntry], bool]) -> LedgerEntry:
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             for entry in self.registry.ledger():
                 if is_there(entry):
@@ -131,6 +131,7 @@ def test_swaps_under_load_change_no_answer(
     report = drafter_of(server)
     assert report["version"] == 2
     assert report["requests"] > 0
+    assert 0 < report["requests_by_client"] <= report["requests"]  # clients are known
     swapped = [entry for entry in world.registry.ledger() if entry.event == "swapped"]
     assert [entry.version for entry in swapped] == [2, 1, 2]
     assert all(entry.evidence["cache_emptied"] is False for entry in swapped)  # requests ran
@@ -196,6 +197,8 @@ def test_a_version_below_expected_acceptance_is_rolled_back(
     world.wait_for(lambda entry: (entry.event, entry.version) == ("swapped", version))
     for place in range(32):
         assert answer(server.url, PROMPTS[place % 8], TOKENS) == bare[place % 8]
+    for number in range(40):  # a prompt counts up to a limit only
+        answer(server.url, [100 + number, 9], 16)
     back = world.wait_for(lambda entry: entry.event == "rolled_back")
     assert back.version == version
     assert back.evidence["to"] == 1
@@ -203,7 +206,7 @@ def test_a_version_below_expected_acceptance_is_rolled_back(
     pointer = world.registry.pointer()
     assert pointer is not None
     assert pointer.version == 1
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while drafter_of(server)["version"] != 1 and time.monotonic() < deadline:
         time.sleep(0.2)
     assert drafter_of(server)["version"] == 1
@@ -215,7 +218,7 @@ def test_captured_traffic_is_what_was_served(
     silent, loud = [77, *PROMPTS[0]], [78, *PROMPTS[0]]
     answer(server.url, silent, 8, vllm_xargs={"leadout_capture": "off"})
     ids = answer(server.url, loud, 8)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 240
     kept: list[Any] = []
     while not any(sample.prompt == loud for sample in kept) and time.monotonic() < deadline:
         kept = [one for path in segment_paths(world.capture) for _, one in read_shard(path)]
@@ -228,6 +231,7 @@ def test_captured_traffic_is_what_was_served(
     assert all(sample.response == by_prompt[tuple(sample.prompt)] for sample in known)
 
 
+@pytest.mark.nightly  # two more workers; two workers without an engine: unit/engine/test_rollout.py
 def test_replicas_end_on_one_version_and_a_late_one_catches_up(
     world: World, server: Server, bare: list[list[int]]
 ) -> None:
@@ -245,7 +249,7 @@ def test_replicas_end_on_one_version_and_a_late_one_catches_up(
         require_correct(load, bare)
         third = world.publish(seed=5, parent=2)
         world.registry.point_to(third, "better")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         versions: set[int] = set()
         while versions != {third} and time.monotonic() < deadline:
             versions = {drafter_of(one)["version"] for one in (server, second)}

@@ -15,30 +15,23 @@ from leadout.checkpoints import load_drafter, read_checkpoint, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.engine.offline import SessionRequest, run_session
 from leadout.train.init import new_drafter
+from support.processes import leadout
 from support.tiny_chat import MASK_TOKEN
 from support.tiny_data import write_predictable_target
 
 # Own prompts of a random target are as good as any: no dataset is needed.
-PROMPTS, NEW_TOKENS, LENGTH = 300, 64, 256
+PROMPTS, NEW_TOKENS, LENGTH = 160, 64, 256
 DATA = (
     *("--prompts", f"self:{PROMPTS}", "--greedy-share", "0.75", "--dtype", "float32"),
     *("--max-new-tokens", str(NEW_TOKENS), "--max-length", str(LENGTH), "--concurrency", "64"),
 )
 TRAIN = (
     *("--layers", "1", "--block-size", "5", "--anchors", "32", "--batch-sequences", "16"),
-    *("--epochs", "6", "--learning-rate", "3e-3", "--max-length", str(LENGTH)),
+    *("--epochs", "8", "--learning-rate", "5e-3", "--max-length", str(LENGTH)),
     *("--precision", "float32", "--validation-sequences", "16", "--validate-every", "50"),
     *("--mask-token-id", str(MASK_TOKEN)),
 )
 MARGIN = 0.3  # tokens a step, above an untrained drafter
-
-
-def leadout(*words: object) -> Any:
-    """A command as a user types it; what it prints as JSON."""
-    command = [sys.executable, "-m", "leadout", *map(str, words), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return json.loads(ended.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +53,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(target: Path, data: DataFolder, out: Path) -> Any:
-    return leadout("train", target, "--data", data.folder, "--out", out, *TRAIN)
+    words = ("train", target, "--data", data.folder, "--out", out, *TRAIN, "--json")
+    return json.loads(leadout(*words))
 
 
 def test_training_raises_the_acceptance_that_vllm_serves(
@@ -105,6 +99,7 @@ def test_the_drafter_says_what_it_was_made_from(report: Any, out: Path, data: Da
     assert f"{report['served']['served']:.2f}" in (folder / "README.md").read_text()
 
 
+@pytest.mark.nightly  # two ranks: unit/evaluate/test_ranks.py; with the engine: test_learn.py
 def test_two_processes_train_and_serve_a_drafter_for_speculators(
     target: Path, data: DataFolder, tmp_path: Path
 ) -> None:

@@ -26,18 +26,10 @@ from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import ModelNotFoundError, fingerprint
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
-from support.models import tiny_llama
 from support.tuned_files import a_tuning
 
 GOOD, USELESS = [0.9, 0.85, 0.8, 0.8], [0.02, 0.0, 0.0, 0.0]
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "32", "--dtype", "bfloat16")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

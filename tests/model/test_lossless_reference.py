@@ -13,21 +13,22 @@ from support.shared import SHARED
 
 
 def test_text_is_the_same_with_a_random_drafter_and_with_an_oracle(
-    smollm2: Path, tmp_path: Path
+    smollm2: Path, tmp_path: Path, nightly: bool
 ) -> None:
+    count = 8 if nightly else 4
     sets = [SHARED / "data" / "prompts" / f"{name}.jsonl" for name in ("gsm8k", "humaneval")]
     result = tmp_path / "result.json"
     command = [sys.executable, ROOT / "experiments" / "lossless_smollm2.py", smollm2, *sets]
-    options = ["--prompts", "8", "--tokens", "20", "--batch-sizes", "1", "8", "--out", result]
-    subprocess.run([*command, *options], check=True)
+    options = ["--prompts", str(count), "--tokens", "20", "--batch-sizes", "1", str(count)]
+    subprocess.run([*command, *options, "--out", result], check=True)
     arms = json.loads(result.read_text())["arms"]
     assert [(arm["drafter"], arm["batch_size"]) for arm in arms] == [
         ("random", 1),
         ("oracle", 1),
-        ("random", 8),
-        ("oracle", 8),
+        ("random", count),
+        ("oracle", count),
     ]
-    assert all(arm["equal_texts"] == 8 for arm in arms)
+    assert all(arm["equal_texts"] == count for arm in arms)
     assert all(arm["acceptance_length"] == 8 for arm in arms if arm["drafter"] == "oracle")
     assert all(arm["acceptance_length"] < 1.5 for arm in arms if arm["drafter"] == "random")
 

@@ -25,6 +25,7 @@ from leadout.learn.config import LearnConfig
 from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
 from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from leadout.pairing import batched_tokens_for
+from leadout.train.costs import H100
 from support.gpu_dispatch import IN_FLIGHT, MODES
 from support.models import ROOT
 from support.ops_files import rules
@@ -39,6 +40,21 @@ def result(name: str) -> Any:
 
 def word(number: int) -> str:
     return _WORDS[number]
+
+
+def _tpus() -> list[str]:
+    arms = result("tpu/drafts.json")["arms"]
+    stock, right, wide = arms["stock"], arms["overrides"], arms["overrides and wide heads"]
+    equal = [each["by_dtype"]["float32"]["equal_drafts"] for each in (right, wide)]
+    rounded = [each["by_dtype"]["bfloat16"]["equal_drafts"] for each in (right, wide)]
+    return [
+        if_true(
+            equal == [right["drafts"]] * 2,
+            f"all {right['drafts']} drafts in {right['blocks']} blocks",
+        ),
+        f"In bfloat16 {rounded[0]} and {rounded[1]} of them are",
+        f"Without the overrides only {stock['by_dtype']['float32']['equal_drafts']} are",
+    ]
 
 
 def if_true(condition: bool, phrase: str) -> str:
@@ -65,6 +81,7 @@ def claims() -> dict[str, list[str]]:
         ],
         "docs/gpus.md": _gpus(),
         "docs/howto/check.md": _howto_check(),
+        "docs/howto/tpus.md": _tpus(),
         "docs/howto/metrics.md": [
             f"for {duration.removesuffix('m')} minutes",
             f"({DEFAULT_BREAK_EVEN}) for ({DEFAULT_MINUTES:g})",
@@ -253,9 +270,15 @@ def _useless() -> list[str]:
     ]
 
 
-def _useless_worst() -> str:
-    worst = min(cell["ratio"] for cell in result("live/useless.json")["cells"])
-    return f"[{worst:.2f} of bare vLLM's speed]"
+def _useless_range() -> list[str]:
+    cells = result("live/useless.json")["cells"]
+    as_served = [cell["ratio"] for cell in cells]
+    without = [cell["without_prompt_lookup"] for cell in cells]
+    return [
+        f"[{min(as_served):.2f} to {max(as_served):.2f} of bare vLLM's speed]",
+        f"intervals down to {min(cell['low'] for cell in cells):.2f}",
+        f"{min(without):.2f} to {max(without):.2f} without prompt lookup",
+    ]
 
 
 def _gate() -> list[str]:
@@ -277,7 +300,7 @@ def _limits() -> list[str]:
     return [
         f"in {word(count)} rounds",
         f"one pair and {word(kinds)} kinds of text",
-        _useless_worst(),
+        *_useless_range(),
     ]
 
 
@@ -384,12 +407,21 @@ def _results() -> list[str]:
 
 def _scale() -> list[str]:
     large = scale_tables.LARGE
+    target, shape = large.target, large.shape
     return [
-        f"{large['layers']} layers of width {large['hidden']} with {large['kv'] // 128} KV heads "
-        f"of 128, and a drafter of {large['draft_layers']} layers with {large['taps']} taps",
+        f"{target.num_layers} layers of width {target.hidden_size} with {target.num_kv_heads} KV "
+        f"heads of {target.head_dim}, and a drafter of {large.layers} layers with {large.taps} "
+        "taps",
         if_true(
-            round(large["layers"] / large["draft_layers"]) == 7,
-            f"{large['draft_layers']} draft layers next to {large['layers']} target layers need "
+            round(target.num_layers / large.layers) == 7
+            and shape.num_kv_heads == target.num_kv_heads,
+            f"{large.layers} draft layers next to {target.num_layers} target layers need "
             "one seventh more KV cache",
         ),
+        f"{scale_tables.SAMPLES:,} samples of {scale_tables.LENGTH:,} tokens",
+        f"{scale_tables.DRAFT_LAYERS} layers and {scale_tables.TAPS} taps, blocks of "
+        f"{scale_tables.BLOCK_SIZE} and {scale_tables.ANCHORS} of them per sequence",
+        f"{H100.operations / 1e12:.0f} TFLOP/s, of which prefill reaches {H100.prefill_share:.0%} "
+        f"and training {H100.training_share:.0%}",
+        f"{H100.network / 1e9:.0f} GB/s of network for each GPU",
     ]

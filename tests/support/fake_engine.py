@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from leadout.engine.offline import Completion, TextRequest
@@ -20,6 +21,7 @@ class FakeEngine:
         dies_after: int | None = None,
         silent: bool = False,
         death: type[BaseException] = KilledError,
+        refuses: str | None = None,  # the id of a request
     ) -> None:
         self.requests: list[TextRequest] = []
         self.max_running = 0
@@ -27,6 +29,7 @@ class FakeEngine:
         self._dies_after = dies_after  # steps
         self._silent = silent  # answers with the end of the turn only
         self._death = death
+        self._refuses = refuses
 
     @property
     def running(self) -> int:
@@ -34,6 +37,8 @@ class FakeEngine:
 
     def submit(self, request: TextRequest) -> None:
         assert request.id not in [waiting.id for waiting in self._queue]
+        if request.id == self._refuses:
+            raise ValueError("refused on demand")
         self.requests.append(request)
         self._queue.append(request)
         self.max_running = max(self.max_running, self.running)
@@ -44,10 +49,14 @@ class FakeEngine:
                 raise self._death
             self._dies_after -= 1
         request = self._queue.pop()
-        draw = request.seed if request.temperature > 0 else 0
-        letter = ord("a") + (sum(request.prompt) + (draw or 0)) % 26
-        tokens = [] if self._silent else [_token(letter)] * min(3, request.max_tokens)
-        return [Completion(request.id, [*tokens, END_OF_TURN], "stop")]
+        seed = request.seed if request.temperature > 0 else None
+        tokens = answer_to(request.prompt, seed, 0 if self._silent else request.max_tokens)
+        return [Completion(request.id, tokens, "stop")]
+
+
+def answer_to(prompt: Sequence[int], seed: int | None, max_tokens: int) -> list[int]:
+    letter = ord("a") + (sum(prompt) + (seed or 0)) % 26
+    return [*[_token(letter)] * min(3, max_tokens), END_OF_TURN]
 
 
 def _token(byte: int) -> int:

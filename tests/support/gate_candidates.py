@@ -35,7 +35,7 @@ def newest_requests() -> list[Sample]:
 def base_of(world: World) -> list[Sample]:
     """Original data that the world's drafter was not trained on."""
     samples, first = world.data.samples(), SETTINGS_OF_FIRST
-    held_out = split(samples, first.max_length, first.validation_sequences).validation
+    held_out = split(samples.facts, first.max_length, first.validation_sequences).validation
     return [samples[index] for index in held_out]
 
 
@@ -98,7 +98,7 @@ def _random(world: World, folder: Path) -> Path:
 
 def _replay(world: World) -> Sequence[Sample]:
     samples, first = world.data.samples(), SETTINGS_OF_FIRST
-    known = split(samples, first.max_length, first.validation_sequences).train
+    known = split(samples.facts, first.max_length, first.validation_sequences).train
     return [samples[index] for index in known[:TRAINED]]
 
 

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ DRAFT_TOKENS = 15  # as published drafters have, with blocks of 16
 ACCEPTANCE = [0.8] * 12 + [0.1] * 3
 TUNED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 BARE, DFLASH = "vllm", "vllm, DFlash"
-# A table of K for plain vLLM: lengths that do not divide each other, without the largest.
-TABLE = "vllm, DFlash, a table of K"
+# A table of K of the user's: lengths that do not divide each other, without the largest.
+OWN_TABLE = "a table of K"
+TABLE = f"{DFLASH}, {OWN_TABLE}"
 TABLE_ROWS = [(1, 16, 11), (17, 64, 6), (65, 256, 2)]
 # Fields that Leadout changes, with the reason, by the flag of `leadout serve` that causes it.
 _MORE_GRAPHS = "graphs are captured for several K instead of one"
@@ -54,10 +55,23 @@ class Mode:
 
     leadout: tuple[str, ...]  # flags of `leadout serve`; empty: `leadout serve TARGET`
     vllm: tuple[str, ...] = ()  # further flags, for both
+    has_table: bool = False  # in --speculative-config, for both
 
     @property
     def name(self) -> str:
-        return " ".join(("leadout", *self.leadout, *self.vllm))
+        words = " ".join(("leadout", *self.leadout, *self.vllm))
+        return f"{words}, {OWN_TABLE}" if self.has_table else words
+
+    @property
+    def compared_with(self) -> str:
+        if self.has_table:
+            return TABLE
+        return " ".join((DFLASH if self.has_drafter else BARE, *self.vllm))
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """What the user's flags say."""
+        return {"num_speculative_tokens_per_batch_size": TABLE_ROWS} if self.has_table else {}
 
     @property
     def has_drafter(self) -> bool:
@@ -90,11 +104,19 @@ MODES = (
     Mode(("--draft", "--live"), ("--max-num-seqs", "64")),
     Mode(("--draft", "--live"), ("--enforce-eager",)),
 )
+# Not one of the committed table: a test compares it with plain vLLM's row.
+WITH_TABLE = Mode(("--draft",), has_table=True)
 
 
 def rows_on(gpu: str) -> list[dict[str, Any]]:
     """The rows of one GPU, resolved in a process of its own."""
     rows: list[dict[str, Any]] = run_on_fake_gpu("support.gpu_resolution", gpu)
+    return rows
+
+
+def rows_with_table(gpu: str) -> list[dict[str, Any]]:
+    """Of plain vLLM and of `leadout serve`, with a table of K of the user's."""
+    rows: list[dict[str, Any]] = run_on_fake_gpu("support.gpu_resolution", gpu, OWN_TABLE)
     return rows
 
 
@@ -197,7 +219,7 @@ def write_pair(folder: Path) -> Pair:
     return Pair(target, drafter, registry.folder, tuned, folder / "captured")
 
 
-def plain_flags(pair: Pair, mode: Mode, **further: Any) -> list[str]:
+def plain_flags(pair: Pair, mode: Mode) -> list[str]:
     """Flags of plain vLLM with the same drafter and the same further flags."""
     if not mode.has_drafter:
         return [*mode.vllm]
@@ -205,7 +227,7 @@ def plain_flags(pair: Pair, mode: Mode, **further: Any) -> list[str]:
         "method": "dflash",
         "model": str(pair.drafter),
         "num_speculative_tokens": DRAFT_TOKENS,
-        **further,
+        **mode.speculation,
     }
     return [*mode.vllm, "--speculative-config", json.dumps(speculation)]
 
@@ -216,8 +238,10 @@ def planned_config(pair: Pair, mode: Mode) -> Any:
     from leadout.engine.settings import ServeSettings
     from leadout.engine.vllm_flags import vllm_config_of
 
-    settings = pair.settings(mode)
-    plan = make_plan(ServeSettings(target=str(pair.target), vllm_flags=mode.vllm, **settings))
+    settings, flags = pair.settings(mode), mode.vllm
+    if mode.speculation:
+        flags = (*flags, "--speculative-config", json.dumps(mode.speculation))
+    plan = make_plan(ServeSettings(target=str(pair.target), vllm_flags=flags, **settings))
     at = plan.command.index(str(pair.target))
     return vllm_config_of(str(pair.target), plan.command[at + 1 :])
 
@@ -268,25 +292,23 @@ def differences(
     ]
 
 
-def resolve_all(pair: Pair) -> Iterator[dict[str, Any]]:
+def resolve_all(pair: Pair, modes: Sequence[Mode] = MODES) -> Iterator[dict[str, Any]]:
     """The rows of plain vLLM, then those of Leadout compared with them."""
     from leadout.engine.plugin import SWITCH, register
     from leadout.engine.vllm_flags import vllm_config_of
     from leadout.errors import LeadoutError
 
     plain: dict[str, dict[str, Any]] = {}
-    for mode in MODES:
-        name = " ".join((DFLASH if mode.has_drafter else BARE, *mode.vllm))
+    for mode in (*modes, WITH_TABLE):
+        name = mode.compared_with
         if name not in plain:
             plain[name] = facts_of(vllm_config_of(str(pair.target), plain_flags(pair, mode)))
             yield {"mode": name, **plain[name]}
-    table = plain_flags(pair, Mode(("--draft",)), num_speculative_tokens_per_batch_size=TABLE_ROWS)
-    yield {"mode": TABLE, **facts_of(vllm_config_of(str(pair.target), table))}
     # vLLM loads its plugins once, with the switch off; from here on Leadout's is active.
     del os.environ[SWITCH]
     register()
-    for mode in MODES:
-        name = " ".join((DFLASH if mode.has_drafter else BARE, *mode.vllm))
+    for mode in modes:
+        name = mode.compared_with
         row: dict[str, Any] = {"mode": mode.name, "compared_with": name}
         try:
             ours = facts_of(planned_config(pair, mode))
@@ -303,9 +325,11 @@ def _without_folders(text: str, pair: Pair) -> str:
 def main() -> None:
     from support.fake_gpu import install
 
-    install(sys.argv[1])
+    gpu, *which = sys.argv[1:]
+    install(gpu)
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(resolve_all(write_pair(Path(folder))))
+        modes = (WITH_TABLE,) if which == [OWN_TABLE] else MODES
+        rows = list(resolve_all(write_pair(Path(folder)), modes))
     print("RESULT " + json.dumps(rows))
 
 

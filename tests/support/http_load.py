@@ -20,7 +20,7 @@ def call(url: str, body: dict[str, Any] | None = None, key: str | None = None) -
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, headers)
-        with urllib.request.urlopen(request, timeout=240) as response:
+        with urllib.request.urlopen(request, timeout=900) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as refusal:
         return refusal.code, json.loads(refusal.read() or b"null")

@@ -66,7 +66,7 @@ class World:
     drafter: Path
 
 
-def make_world(folder: Path, epochs: float = SETTINGS_OF_FIRST.epochs) -> World:
+def make_world(folder: Path, epochs: float = SETTINGS_OF_FIRST.passes) -> World:
     target = write_predictable_target(folder / "target")
     known = [
         sample.model_copy(update={"id": f"{source}/{number}#0/0", "source": source})
@@ -76,7 +76,7 @@ def make_world(folder: Path, epochs: float = SETTINGS_OF_FIRST.epochs) -> World:
     write_data(folder / "data", target, known)
     data = DataFolder(folder / "data")
     samples, first = data.samples(), SETTINGS_OF_FIRST.model_copy(update={"epochs": epochs})
-    trained = split(samples, first.max_length, first.validation_sequences).train
+    trained = split(samples.facts, first.max_length, first.validation_sequences).train
     text = [*(samples[i] for i in trained), *requests(NEW, SEEN, first=500)]
     drafter = train(target, folder / "first", text, "random", first)
     first.write(drafter / SETTINGS)
@@ -150,7 +150,8 @@ def train(
     found = Samples([writer.path])
     counts = torch.zeros(TINY_VOCAB, dtype=torch.int64)
     lengths = [len(sample.prompt) + len(sample.response) for sample in found]
-    corpus = Corpus(found, Split(list(range(len(found))), [0]), lengths, counts, "")
+    answers = [len(sample.response) for sample in found]
+    corpus = Corpus(found, Split(list(range(len(found))), [0]), lengths, answers, counts, "")
     config = complete_settings(
         settings.model_copy(update={"initial": str(initial)}), target, corpus, TINY_VOCAB
     )

@@ -73,13 +73,15 @@ def main() -> None:
         control._policy = random_policy(max_drafts, lengths)
     blocks = count_blocks(runner.speculator)
     asked = json.loads(prompts)
-    answers = []
+    answers, norms = [], []
     for version in (1, 2, 1):
         if answers:
             swap(llm, version)
         answers.append(answers_to(llm, asked))
+        norms += llm.collective_rpc(last_norm)
     result = {
         "answers": answers,
+        "norms": norms,
         "is_async": isinstance(scheduler, AsyncScheduler),
         "lengths": lengths,
         "control": control is not None and scheduler._control is control,
@@ -148,6 +150,12 @@ def swap(llm: Any, version: int) -> None:
     (committed,) = llm.collective_rpc("leadout_commit", args=(version,))
     assert committed["error"] is None, committed
     llm.collective_rpc("leadout_end")
+
+
+def last_norm(worker: Any) -> list[float]:
+    """A tensor of the drafter as the worker has it."""
+    weights: list[float] = worker.get_draft_model().model.norm.weight.tolist()
+    return weights
 
 
 def answers_to(llm: Any, prompts: list[list[int]]) -> list[list[int]]:

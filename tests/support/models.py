@@ -18,14 +18,22 @@ TINY_VOCAB = 320
 
 def cached_smollm2() -> Path:
     """SmolLM2-135M-Instruct, made once by the script that users run and kept outside the tree."""
+    return _cached("smollm2-135m-instruct", "make_smollm2.py")
+
+
+def cached_qwen_coder() -> Path:
+    """Qwen2.5-Coder-1.5B-Instruct, made as `cached_smollm2`: a large vocabulary, another family."""
+    return _cached("qwen2.5-coder-1.5b-instruct", "make_qwen_coder.py")
+
+
+def _cached(name: str, script: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "leadout" / "models"
-    destination = cache / "smollm2-135m-instruct"
+    destination = cache / name
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:  # tests run in several processes
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not destination.exists():
-            script = ROOT / "examples" / "make_smollm2.py"
-            subprocess.run([sys.executable, script, destination], check=True)
+            subprocess.run([sys.executable, ROOT / "examples" / script, destination], check=True)
     return destination
 
 

@@ -40,3 +40,12 @@ def scraped_metrics() -> set[str]:
     expressions += [each["definition"] for each in dashboard()["templating"]["list"][1:]]
     used = {name for expression in expressions for name in _METRIC.findall(expression)}
     return used - {rule["record"] for rule in rules() if "record" in rule}
+
+
+def shutdown_timeout() -> str:
+    """The flag by which the servers of the Kubernetes example finish running requests."""
+    manifests = (OPS / "kubernetes" / "serving" / "deployment.yaml").read_text()
+    deployment = next(yaml.safe_load_all(manifests))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (flag,) = [arg for arg in container["args"] if arg.startswith("--shutdown-timeout=")]
+    return str(flag)

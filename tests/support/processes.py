@@ -1,12 +1,23 @@
-"""Following the processes that a test started."""
+"""Commands as users type them, and following the processes that a test started."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from leadout.engine.child_process import descendants
+
+
+def leadout(*words: object, codes: Collection[int] = (0,)) -> str:
+    """What a `leadout` command prints; it must end with one of the exit codes."""
+    command = [sys.executable, "-m", "leadout", *map(str, words)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode in codes, ended.stderr[-3000:]
+    return ended.stdout
 
 
 @dataclass(frozen=True)

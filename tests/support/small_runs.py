@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from leadout.data.manifest import DataFolder
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target
-from leadout.evaluate.ranks import Ranks
+from leadout.evaluate.ranks import ALONE, Ranks
 from leadout.train.config import TrainConfig
 from leadout.train.run import Corpus, Run, complete_settings, read_corpus
 from support.drafters import TINY_DRAFTER
@@ -24,7 +23,6 @@ from support.models import TINY_VOCAB
 from support.tiny_data import loaded, write_predictable_target, write_tiny_data
 
 MakeRun = Callable[..., Run]
-ALONE = Ranks(0, 1, torch.device("cpu"))
 SMALL: dict[str, Any] = {
     "layers": 2,
     "block_size": 5,

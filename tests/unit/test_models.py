@@ -9,7 +9,11 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from leadout.models import ModelNotFoundError, fingerprint, is_left_to_vllm, local_folder
 
@@ -125,6 +129,16 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ModelNotFoundError, match=r"Check the spelling; .* `hf auth login`"):
         local_folder("acme/nothing")
+
+
+def test_a_revision_that_the_model_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **_: Any) -> str:
+        raise RevisionNotFoundError("404", response=httpx.Response(404, request=REQUEST))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelNotFoundError, match="acme/tiny has no revision v9 ") as caught:
+        local_folder("acme/tiny", "v9")
+    assert "network" not in str(caught.value)
 
 
 def test_the_fingerprint_sees_configuration_and_weights(tmp_path: Path) -> None:

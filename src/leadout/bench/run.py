@@ -29,7 +29,7 @@ from leadout.console import Progress
 from leadout.control.tuned_file import read_tuned
 from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadRequest, LoadResult
-from leadout.engine.server_turns import choose_turns, started
+from leadout.engine.server_turns import choose_turns, model_location, started
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, last_part, local_folder
@@ -74,8 +74,11 @@ def plan(settings: BenchSettings) -> BenchPlan:
 def prepare(settings: BenchSettings) -> Bench:
     """Read every file, so that mistakes are reported before a server starts."""
     require_writable("--out", settings.out)
-    target = local_folder(settings.target, config_only=True)
-    folders = {draft: local_folder(draft) for draft in dict.fromkeys(settings.draft)}
+    revision, download_dir = model_location(settings.server_flags)
+    target = local_folder(settings.target, revision, download_dir, config_only=True)
+    folders = {
+        draft: local_folder(draft, None, download_dir) for draft in dict.fromkeys(settings.draft)
+    }
     max_draft_tokens = {
         draft: read_checkpoint(folder, as_served=True).config.max_draft_tokens
         for draft, folder in folders.items()

@@ -110,9 +110,9 @@ def read_sets(sources: Sequence[str]) -> list[PromptSet]:
         )
     names = dict.fromkeys(prompt.source for prompt in prompts)
     by_set = {name: [prompt for prompt in prompts if prompt.source == name] for name in names}
-    _require_disjoint({name: {p.turns[0] for p in part} for name, part in by_set.items()})
+    _require_disjoint({name: {p.text for p in part} for name, part in by_set.items()})
     return [
-        PromptSet(name, tuple(prompt.turns[0] for prompt in part), prompts_hash(part))
+        PromptSet(name, tuple(prompt.text for prompt in part), prompts_hash(part))
         for name, part in by_set.items()
     ]
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
 
 from leadout.check.result import CheckError, CheckResult, OfflineAcceptance, TextFigures
 from leadout.check.trials import LARGE_GAIN, MIN_GAIN
-from leadout.files import read_text
+from leadout.files import FileError, read_model
 from leadout.findings import EvidenceValue, Finding, Severity, finding, note
 from leadout.models import same_model
 from leadout.stats import LEVEL, Floats, Indices, Interval, bootstrap, holm
@@ -35,13 +34,10 @@ _LARGE_DROPS_ONLY = "acceptance is compared unpaired, which finds large drops on
 def read_baseline(path: Path) -> CheckResult:
     """Read a result with measured acceptance, as `leadout check --save` or `--json` writes it."""
     try:
-        result = CheckResult.model_validate_json(read_text(path))
-    except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        result = read_model(path, CheckResult)
+    except FileError as problem:
         raise CheckError(
-            f"--baseline {path}: {field}: {first['msg']}. Expected a result that `leadout check "
-            "--save` wrote."
+            f"--baseline {problem} Expected a result that `leadout check --save` wrote."
         ) from None
     if result.offline is None:
         raise CheckError(

@@ -45,7 +45,7 @@ from leadout.evaluate.acceptance import (
     tabulate,
 )
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
-from leadout.evaluate.hidden_states import Indexed, SharedStates
+from leadout.evaluate.hidden_states import Indexed, ReferenceTarget, SharedStates
 from leadout.evaluate.prompts import prompts_or_default
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.findings import Finding, Severity, error, warning
@@ -81,20 +81,22 @@ class Text:
 class Probe:
     """Texts with the target's states at every layer that a drafter may tap.
 
-    `model` is the target in transformers, in this precision.
+    `model` is the target in this precision.
     """
 
     def __init__(
         self,
         target: Path,
-        model: nn.Module,
+        model: nn.Module | ReferenceTarget,
         texts: Sequence[Text],
         layer_ids: Iterable[int],
         precision: torch.dtype,
         report: Callable[[], None] = lambda: None,
+        device: torch.device | None = None,
     ) -> None:
         self._texts = texts
-        self._weights = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
+        self._device = device or torch.device("cpu")
+        self._weights = load_target_weights(TargetFiles(target), precision, self._device)
         self.states = SharedStates(model, layer_ids, keep_all=True)
         self.sequences: list[Indexed] = []
         for number, text in enumerate(texts):
@@ -133,7 +135,7 @@ class Probe:
         """Accepted drafts [positions] of all texts or of these; a stride skips positions."""
         taps = drafter.config.target_layer_ids
         found = accepted_drafts(
-            BlockForward(drafter, self._weights.embedding),
+            BlockForward(drafter.to(self._device), self._weights.embedding),
             self._weights,
             self.states.tapped_at(taps, normed_last_tap=normed_last_tap),
             self.sequences if texts is None else [self.sequences[i] for i in texts],
@@ -379,7 +381,7 @@ def other_modes(
     prompts = prompts_or_default(files)
     some = prompts[:: max(1, len(prompts) // PROMPTS_PER_MODE)][:PROMPTS_PER_MODE]
     asked = [chat.prompt(prompt.turns[:1]) for prompt in some]
-    modes = {PLAIN: [chat.plain(prompt.turns[0]) for prompt in some]}
+    modes = {PLAIN: [chat.plain(prompt.text) for prompt in some]}
     for thinking, name in THINKING.items():
         try:
             other = Chat(target, thinking)
@@ -395,12 +397,13 @@ def other_modes(
 
 def mode_findings(
     target: Path,
-    model: nn.Module,
+    model: nn.Module | ReferenceTarget,
     checkpoint: Checkpoint,
     draft_tokens: int,
     answers: Mapping[str, Sequence[Text]],
     offline: OfflineAcceptance,
     precision: torch.dtype,
+    device: torch.device | None = None,
 ) -> list[Finding]:
     """Modes with significantly higher acceptance: the drafter was trained for one of them."""
     config = as_served(checkpoint.config, draft_tokens)
@@ -411,7 +414,8 @@ def mode_findings(
         long_enough = [text for text in texts if len(text.answer) > draft_tokens]
         if not long_enough:
             continue
-        probe = Probe(target, model, long_enough, config.target_layer_ids, precision)
+        taps = config.target_layer_ids
+        probe = Probe(target, model, long_enough, taps, precision, device=device)
         there = tabulate(probe.acceptance(drafter), draft_tokens).length
         if there.low > here.high:
             findings.append(

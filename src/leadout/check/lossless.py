@@ -7,14 +7,14 @@ the batch size changes. This is the control: plain vLLM against itself at anothe
 same prompts. A significantly larger share of changed texts is noted, but it is no fault by itself:
 a step with drafts verifies more tokens at a time than any batch size of the control.
 
-Each divergence is checked by itself: the target's own logits for the two tokens, computed by
-transformers over the text up to there, must not be further apart than rounding explains, unless
+Each divergence is checked by itself: the target's own logits for the two tokens, computed by the
+reference over the text up to there, must not be further apart than rounding explains, unless
 the control has a gap of that size too.
 
 What rounding explains: a logit of size s has a resolution of one ulp, `eps * 2^floor(log2 s)`, and
 everything before the head is rounded as well. `ULPS` allows for two computations that are each an
 ulp or two from the exact logit. Added to it is a measurement: how much the gap between the two
-tokens changes when transformers reads the same text in two portions, as a verifying step does.
+tokens changes when the reference reads the same text in two portions, as a verifying step does.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from leadout.check.result import BatchControl, Divergence, Lossless
+from leadout.evaluate.hidden_states import ReferenceTarget, as_reference
 from leadout.findings import Finding, error, note
 
 ULPS = 4
@@ -42,7 +42,7 @@ ByPrompt = Mapping[str, Sequence[Sequence[int]]]  # by set, prompts or the answe
 
 
 def compare_answers(
-    model: nn.Module,
+    model: nn.Module | ReferenceTarget,
     prompts: ByPrompt,
     bare: ByPrompt,
     speculative: ByPrompt,
@@ -51,16 +51,17 @@ def compare_answers(
 ) -> Lossless:
     """Compare answers with and without speculation.
 
-    `model` is the target in transformers in the engine's precision, `portion` the number of tokens
-    that a step with drafts verifies.
+    `model` is the target in the engine's precision, `portion` the number of tokens that a step
+    with drafts verifies.
     """
+    reference = as_reference(model)
     divergences: list[Divergence] = []
     allowed = 0.0
     for found in _differences(prompts, bare, speculative):
-        gap, size = _gap(_next_logits(model, found.before), *found.tokens)
+        gap, size = _gap(reference.next_logits(found.before), *found.tokens)
         divergences.append(found.with_gap(gap))
         if precision != torch.float32:
-            in_portions, _ = _gap(_next_logits(model, found.before, portion), *found.tokens)
+            in_portions, _ = _gap(reference.next_logits(found.before, portion), *found.tokens)
             rounding = ULPS * ulp(size, precision) + abs(in_portions - gap)
             allowed = max(allowed, rounding)
     texts = sum(len(part) for part in prompts.values())
@@ -74,15 +75,16 @@ def compare_answers(
 
 def with_control(
     lossless: Lossless,
-    model: nn.Module,
+    model: nn.Module | ReferenceTarget,
     prompts: ByPrompt,
     bare: ByPrompt,
     bare_again: ByPrompt,
     batches: tuple[int, int],
 ) -> Lossless:
     """Add the control: two runs without speculation, with this many requests at a time."""
+    reference = as_reference(model)
     divergences = [
-        found.with_gap(_gap(_next_logits(model, found.before), *found.tokens)[0])
+        found.with_gap(_gap(reference.next_logits(found.before), *found.tokens)[0])
         for found in _differences(prompts, bare, bare_again)
     ]
     texts = sum(len(part) for part in prompts.values())
@@ -196,18 +198,3 @@ def _gap(logits: Tensor, one: Sequence[int], other: Sequence[int]) -> tuple[floa
 def ulp(value: float, precision: torch.dtype) -> float:
     """The distance between neighbouring numbers of this size."""
     return torch.finfo(precision).eps * 2.0 ** math.floor(math.log2(value))
-
-
-def _next_logits(model: nn.Module, tokens: Sequence[int], last_portion: int = 0) -> Tensor:
-    """Logits [vocab] of the token after a text, which is read at once or in two portions."""
-    text = torch.tensor([list(tokens)])
-    before, rest = text[:, :-last_portion], text[:, -last_portion:]
-    past: Any = None
-    with torch.no_grad():
-        if 0 < before.shape[1] < text.shape[1]:
-            past = model(input_ids=before, use_cache=True, logits_to_keep=1).past_key_values
-        output = model(
-            input_ids=text if past is None else rest, past_key_values=past, logits_to_keep=1
-        )
-    logits: Tensor = output.logits[0, -1].float()
-    return logits

@@ -2,7 +2,7 @@
 
 A few blocks are compared in two ways. The drafts are compared end to end: the engine's with those
 of the reference after its own target. The tensors are compared stage by stage: the target's states
-with those of transformers, and everything after them with a reference drafter that is given the
+with those of the reference, and everything after them with a reference drafter that is given the
 engine's target states, so that the rounding of a deep target does not mask the drafter's part.
 
 A difference is the distance between two rows, of one token or slot, relative to the norm of the
@@ -27,8 +27,9 @@ from leadout.checkpoints import load_drafter
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter, KeyValue
 from leadout.dflash.mask import decode_masks
-from leadout.dflash.target import Target
 from leadout.engine.draft_recorder import RecordedText
+from leadout.evaluate.blocks import TrainingSequence
+from leadout.evaluate.hidden_states import ReferenceTarget, as_reference
 from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
 from leadout.findings import Finding, Severity, finding
 
@@ -149,25 +150,27 @@ def _layer_outputs(drafter: Drafter) -> Iterator[list[Tensor]]:
 def compare(
     target: Path,
     drafter: Path,
-    model: nn.Module,
+    model: nn.Module | ReferenceTarget,
     recorded: Sequence[RecordedText],
     precision: torch.dtype,
 ) -> Parity:
     """Compare what the engine recorded with the reference.
 
-    `model` is the target in transformers; engine and model run in this precision.
+    `model` is the target; engine and model run in this precision.
     """
     rounded = _ReferencePair(target, drafter, precision)
     exact = _ReferencePair(target, drafter, torch.float32)
     config = exact.drafter.config
-    observed = Target(model, config.target_layer_ids)
+    taps = config.target_layer_ids
+    source = as_reference(model).source(taps)
     differences, noise = _Largest(), _Largest()
     blocks = drafts = equal = 0
-    for text in recorded:
-        own_states = observed.states(text.tokens[None])[0]  # [length, taps * width]
+    for number, text in enumerate(recorded):
+        item = (number, TrainingSequence(str(number), "recorded", text.tokens, 1))
+        own_states = source.observe([item]).states[0].cpu()  # [length, taps * width]
         recorded_at = text.context.positions
-        of_engine = _by_tap(text.context.states, observed)
-        for name, part in _by_tap(own_states[recorded_at], observed).items():
+        of_engine = _by_tap(text.context.states, taps)
+        for name, part in _by_tap(own_states[recorded_at], taps).items():
             differences.add(name, float(distances(of_engine[name], part).mean()))
         states = own_states.clone()
         states[recorded_at] = text.context.states
@@ -180,7 +183,7 @@ def compare(
             equal += int((own_drafts == block.drafts).sum())
     found = {name: differences.found[name] for name in names_in_order(config)}
     allowed = {
-        **{state_name(layer): allowed_in_states(layer, precision) for layer in observed.layer_ids},
+        **{state_name(layer): allowed_in_states(layer, precision) for layer in taps},
         **{name: allowed_in_drafter(worst, precision) for name, worst in noise.found.items()},
     }
     return Parity(
@@ -268,9 +271,9 @@ def _of_engine(text: RecordedText, drafter: Drafter) -> Iterator[Tensors]:
         }
 
 
-def _by_tap(states: Tensor, target: Target) -> Tensors:
-    parts = torch.split(states, target.hidden_size, dim=-1)
-    return {state_name(i): part for i, part in zip(target.layer_ids, parts, strict=True)}
+def _by_tap(states: Tensor, layer_ids: Sequence[int]) -> Tensors:
+    parts = torch.chunk(states, len(layer_ids), dim=-1)
+    return {state_name(i): part for i, part in zip(layer_ids, parts, strict=True)}
 
 
 class _Largest:

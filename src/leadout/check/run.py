@@ -49,14 +49,17 @@ from leadout.data.chat import Chat
 from leadout.engine.draft_recorder import RecordedText, read_texts
 from leadout.engine.offline import (
     SESSION_CONCURRENCY,
+    SESSION_SETTINGS,
     Pass,
     Recording,
     SessionRequest,
     SetRun,
+    can_record,
     run_session,
 )
-from leadout.evaluate.hidden_states import load_model
+from leadout.engine.vllm_flags import engine_arguments
 from leadout.evaluate.prompts import check_prompts, tasks_in_context, without_seen
+from leadout.evaluate.reference import reference_device, reference_target
 from leadout.files import FileError, require_writable, write_text
 from leadout.findings import Finding, Severity, finding, note
 from leadout.models import fingerprint, local_folder
@@ -64,6 +67,11 @@ from leadout.pairing import read_target
 from leadout.provenance import Provenance, RunStart
 from leadout.version import installed_versions
 
+NO_PARITY = note(
+    "no-parity",
+    "drafts were not compared tensor by tensor, as the engine runs in several workers",
+    "To compare them, check once on a single device. Acceptance was compared all the same.",
+)
 TokensBySet = dict[str, list[list[int]]]  # token ids of prompts, or of the answers to them
 
 GREEDY = Pass()
@@ -83,6 +91,8 @@ RECORDED_PROMPTS, RECORDED_BLOCKS = 4, 3
 def check(settings: CheckSettings, progress: Progress | None = None) -> CheckResult:
     """Check a pair, and write the report, the result and the repair that the settings ask for."""
     _require_outputs(settings)
+    if settings.vllm_flags:  # before the engines, which start minutes later
+        engine_arguments(settings.target, settings.vllm_flags, CheckSettings, SESSION_SETTINGS)
     baseline = None
     if settings.baseline is not None:
         baseline = read_baseline(settings.baseline)
@@ -189,6 +199,7 @@ def _measured(
     }
     asked = [*prompts.values(), *contexts.values()]
     longest_prompt = max(len(prompt) for part in asked for prompt in part)
+    longest_text = longest_prompt + MAX_TOKENS + draft_tokens
     precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
     reports = 3 + 5 * len(prompts) + len(contexts) + len(modes)
     advance = progress.stage("vLLM with and without the drafter", reports)
@@ -198,58 +209,74 @@ def _measured(
         prompts,
         max_tokens=MAX_TOKENS,
         draft_tokens=draft_tokens,
-        max_length=longest_prompt + MAX_TOKENS + draft_tokens,
+        max_length=longest_text,
         dtype=precision,
         bare_only=modes,
         contexts=contexts,
+        vllm_flags=settings.vllm_flags,
         report=lambda _: advance(),
     )
-    model = load_model(target, precision)
-    advance = progress.stage("engine against reference", 2)
-    same_drafts = parity.compare(target, drafter, model, runs.recorded, precision)
-    advance()
-    same_texts = lossless.compare_answers(
-        model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
-    )
-    if runs.control is not None:
-        batches = SESSION_CONCURRENCY, CONTROL_BATCH
-        same_texts = lossless.with_control(
-            same_texts, model, prompts, runs.bare, runs.control, batches
-        )
-    advance()
-    answered = _texts(prompts, runs.bare)
-    texts = [t for part in answered.values() for t in part if len(t.answer) > draft_tokens]
-    probe = Probe(
+    device = reference_device(target, precision)  # the engines have ended and freed it
+    with reference_target(
         target,
-        model,
-        texts,
-        layers_needed(checkpoint.config, facts.num_layers),
+        {*layers_needed(checkpoint.config, facts.num_layers), *checkpoint.config.target_layer_ids},
         precision,
-        progress.stage("hidden states of the target", len(texts)),
-    )
-    masks = mask_candidates(target, facts.vocab_size)
-    diagnosis = diagnose(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
-    offline, in_modes = diagnosis.offline, _texts(modes, runs.bare)
-    in_contexts = None
-    if contexts:
-        in_contexts = long_context.compare(
-            runs.in_contexts, contexts, checkpoint.config, facts.max_positions, limit
+        longest=longest_text,
+        device=device,
+        urls=settings.states_from,
+        vllm_flags=settings.vllm_flags,
+        exact=True,
+    ) as model:
+        advance = progress.stage("engine against reference", 2)
+        same_drafts = None
+        if runs.recorded is not None:
+            same_drafts = parity.compare(target, drafter, model, runs.recorded, precision)
+        advance()
+        same_texts = lossless.compare_answers(
+            model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
         )
-    proofs = (
-        lossless.finding_of(same_texts),
-        parity.finding_of(same_drafts),
-        prefix_cache.finding_of(runs.cached),
-        None if in_contexts is None else long_context.finding_of(in_contexts),
-    )
-    findings = [
-        *result.findings,
-        *seen,
-        *(each for each in proofs if each is not None),
-        *diagnosis.findings,
-        *mode_findings(target, model, checkpoint, draft_tokens, in_modes, offline, precision),
-        *served_findings(offline, runs.served[0]),
-        *precision_findings(offline.overall, len(offline.by_set), settings.texts),
-    ]
+        if runs.control is not None:
+            batches = SESSION_CONCURRENCY, CONTROL_BATCH
+            same_texts = lossless.with_control(
+                same_texts, model, prompts, runs.bare, runs.control, batches
+            )
+        advance()
+        answered = _texts(prompts, runs.bare)
+        texts = [t for part in answered.values() for t in part if len(t.answer) > draft_tokens]
+        probe = Probe(
+            target,
+            model,
+            texts,
+            layers_needed(checkpoint.config, facts.num_layers),
+            precision,
+            progress.stage("hidden states of the target", len(texts)),
+            device,
+        )
+        masks = mask_candidates(target, facts.vocab_size)
+        diagnosis = diagnose(probe, facts, checkpoint, draft_tokens, masks, precision, progress)
+        offline, in_modes = diagnosis.offline, _texts(modes, runs.bare)
+        in_contexts = None
+        if contexts:
+            in_contexts = long_context.compare(
+                runs.in_contexts, contexts, checkpoint.config, facts.max_positions, limit
+            )
+        proofs = (
+            lossless.finding_of(same_texts),
+            NO_PARITY if same_drafts is None else parity.finding_of(same_drafts),
+            prefix_cache.finding_of(runs.cached),
+            None if in_contexts is None else long_context.finding_of(in_contexts),
+        )
+        findings = [
+            *result.findings,
+            *seen,
+            *(each for each in proofs if each is not None),
+            *diagnosis.findings,
+            *mode_findings(
+                target, model, checkpoint, draft_tokens, in_modes, offline, precision, device
+            ),
+            *served_findings(offline, runs.served[0]),
+            *precision_findings(offline.overall, len(offline.by_set), settings.texts),
+        ]
     if settings.fix is not None and diagnosis.repair is None:
         message = f"no edit raises acceptance, so nothing was written to {settings.fix}"
         findings.append(note("nothing-to-fix", message, "None needed."))
@@ -323,7 +350,7 @@ class EngineRuns:
     served: list[ServedAcceptance]  # greedy, then sampled
     cached: PrefixCache
     in_contexts: list[SetRun]  # greedy, with the drafter
-    recorded: list[RecordedText]
+    recorded: list[RecordedText] | None  # None: the engine has several workers
 
 
 def run_engines(
@@ -337,6 +364,7 @@ def run_engines(
     dtype: torch.dtype,
     bare_only: TokensBySet | None = None,
     contexts: TokensBySet | None = None,
+    vllm_flags: Sequence[str] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> EngineRuns:
     """Answer the prompts with and without the drafter; `report` is called after each part.
@@ -344,6 +372,8 @@ def run_engines(
     The prompts in `bare_only` are answered without the drafter only, those in `contexts` with the
     drafter only.
     """
+
+    records = can_record(str(target), vllm_flags)
 
     def of_prompts(one: Pass) -> Pass:
         return one.model_copy(update={"sets": list(prompts)})
@@ -356,6 +386,7 @@ def run_engines(
             max_tokens=max_tokens,
             max_length=max_length,
             dtype=str(dtype).removeprefix("torch."),
+            vllm_flags=list(vllm_flags),
         )
         together = alone.model_copy(
             update={
@@ -368,11 +399,13 @@ def run_engines(
                 ],
                 "recording": Recording(
                     prompts=_some_of_each(prompts), blocks=RECORDED_BLOCKS, path=path
-                ),
+                )
+                if records
+                else None,
             }
         )
         speculative = run_session(together, lambda done: report(f"with drafter: {done}"))
-        recorded = read_texts(path)
+        recorded = read_texts(path) if records else None
     passes = [GREEDY]
     if dtype != torch.float32:  # in which rounding does not change texts
         passes.append(of_prompts(CONTROL))

@@ -53,6 +53,17 @@ class CheckSettings(Settings):
         ge=0,
     )
 
+    states_from: tuple[str, ...] = setting(
+        (),
+        "URL of a server of `leadout serve --states` for the target's states and scores; may be "
+        "repeated. Default: transformers, or a server that is started for a quantized target or "
+        "one that does not fit into memory.",
+        panel=ENGINE,
+        metavar="URL",
+    )
+
+    vllm_flags: tuple[str, ...] = setting((), "Flags for every vLLM engine.", panel="hidden")
+
     report: Path | None = setting(None, "Write an HTML report.", panel=FILES, metavar="FILE")
     save: Path | None = setting(
         None, "Write the result as JSON, for a later --baseline.", panel=FILES, metavar="FILE"

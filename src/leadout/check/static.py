@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from leadout.check.tokenizer import (
     TokenFiles,
@@ -23,10 +23,12 @@ from leadout.checkpoints import (
 from leadout.engine.installation import installed_distribution
 from leadout.engine.vllm_adapter import SUPPORTED, is_supported
 from leadout.environment import known_problems
+from leadout.files import FileError, read_model
 from leadout.findings import Finding, Severity, error, finding, note, warning
 from leadout.models import fingerprint
 from leadout.pairing import EngineSettings, Pair, TargetFacts, examine, read_target
 from leadout.pairing.target import read_any_config
+from leadout.pairing.trainable import refusal
 from leadout.version import installed_version
 
 # Warnings that working pairs cause: quantised copies of a named target, rows of padding, and
@@ -64,6 +66,10 @@ def static_findings(
         findings.append(_unreadable("drafter-unreadable", problem))
     tokens = read_token_files(target, findings)
     if facts is not None:
+        refused = refusal(read_any_config(target), new=False)
+        if refused is not None:
+            message = f"the target cannot have a drafter: {refused.reason}"
+            findings.append(error("target-unsupported", message, refused.remedy))
         findings += target_weight_findings(target, facts)
     if facts is not None and checkpoint is not None:
         config = checkpoint.config
@@ -187,8 +193,8 @@ def record_findings(
     if not path.is_file():
         return []
     try:
-        record = TrainingRecord.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
+        record = read_model(path, TrainingRecord)
+    except FileError:
         message = f"{path} is not a record that `leadout train` wrote, so it was ignored"
         remedy = "Remove the file if it belongs to something else."
         return [note("record-unreadable", message, remedy)]

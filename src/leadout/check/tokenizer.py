@@ -5,11 +5,12 @@ The files are read directly: importing a tokenizer class takes longer than all o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from leadout.errors import shortened
+from leadout.files import FileError, read_object, read_text
 from leadout.findings import Finding, Severity, error, finding, note, warning
 
 TOKENIZER = "tokenizer.json"
@@ -49,7 +50,7 @@ def read_token_files(folder: Path, findings: list[Finding]) -> TokenFiles | None
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as problem:  # the library raises nothing more precise
-        message = f"{folder / TOKENIZER} is not a valid tokenizer: {problem}"
+        message = f"{folder / TOKENIZER} is not a valid tokenizer: {shortened(str(problem))}"
         findings.append(error("tokenizer-unreadable", message, "Download the target again."))
         return None
     tokens = {number: token for token, number in tokenizer.get_vocab().items()}
@@ -127,14 +128,13 @@ def _no_tokenizer(folder: Path) -> Finding:
 def _template(folder: Path, settings: Mapping[str, object]) -> str | None:
     """The chat template that transformers would use: a separate file comes before the settings."""
     try:
-        return (folder / TEMPLATE).read_text(encoding="utf-8") or None
-    except (OSError, UnicodeDecodeError):
+        return read_text(folder / TEMPLATE) or None
+    except FileError:
         stated = settings.get("chat_template")
     if isinstance(stated, list):  # several by name
-        named = {
-            each.get("name"): each.get("template") for each in stated if isinstance(each, dict)
-        }
-        stated = named.get("default")
+        named = [each for each in stated if isinstance(each, dict)]
+        default = [each.get("template") for each in named if each.get("name") == "default"]
+        stated = default[-1] if default else None
     return stated if isinstance(stated, str) and stated else None
 
 
@@ -158,7 +158,6 @@ def _roles(
 
 def _json_object(path: Path) -> Mapping[str, object]:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_object(path)
+    except FileError:
         return {}
-    return found if isinstance(found, dict) else {}

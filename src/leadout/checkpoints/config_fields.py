@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from leadout.checkpoints.errors import CheckpointError, Phrase, missing
 from leadout.dflash.config import InvalidDrafterError
+from leadout.files import MAX_NESTING, is_deeper
 
 JsonObject: TypeAlias = dict[str, object]
 
 MAX_FILE_BYTES = 8 * 2**20
-MAX_NESTING = 64
 _MAX_INTEGER = 2**63
 
 
@@ -50,7 +50,7 @@ def read_json_object(path: Path) -> JsonObject:
         raise _not_json(path, str(problem)) from None
     if not isinstance(value, dict):
         raise _not_json(path, f"contains a {type(value).__name__}")
-    if _deeper_than(value, MAX_NESTING):
+    if is_deeper(value, MAX_NESTING):
         raise _not_json(path, f"is nested deeper than {MAX_NESTING} levels")
     try:  # an escaped surrogate passes the parser, but cannot be encoded or printed
         json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -91,13 +91,6 @@ def _bounded_int(text: str) -> int:
     if len(text) > len(str(_MAX_INTEGER)) + 1 or abs(int(text)) > _MAX_INTEGER:
         raise ValueError(f"contains an integer of {len(text)} digits")
     return int(text)
-
-
-def _deeper_than(value: object, limit: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    children = value.values() if isinstance(value, dict) else value
-    return limit == 0 or any(_deeper_than(child, limit - 1) for child in children)
 
 
 class StrictFields(BaseModel):

@@ -92,10 +92,10 @@ class _TorchFile:
                     self._refuse("is not a PyTorch file")
                 self._prefix = names[0].removesuffix("data.pkl")
                 return self._value(self._entry(names[0], MAX_PICKLE_BYTES))
-        except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as problem:
+        except (zipfile.BadZipFile, OSError, EOFError, RuntimeError) as problem:
             self._refuse(f"cannot be read ({problem})")
         # Of a pickle that ends early, or uses its stack in another order than PyTorch does.
-        except (ValueError, TypeError, IndexError, KeyError, AttributeError) as problem:
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as problem:
             self._refuse(f"is not as PyTorch writes it ({problem})")
 
     def _value(self, pickled: bytes) -> Any:
@@ -182,8 +182,11 @@ class _TorchFile:
         return values.as_strided(shape, stride, offset).clone()
 
     def _entry(self, name: str, max_bytes: int) -> bytes:
-        if self._zip.getinfo(name).file_size > max_bytes:
+        entry = self._zip.getinfo(name)
+        if entry.file_size > max_bytes or entry.compress_size > max_bytes:
             self._refuse(f"has more than {max_bytes} bytes in {name}")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            self._refuse(f"has compressed data in {name}")
         return self._zip.read(name)
 
     def _refuse(self, problem: str) -> NoReturn:

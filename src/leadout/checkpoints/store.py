@@ -63,11 +63,11 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
     _refuse_pickled_weights(folder)
     if not (folder / INDEX).exists():
         _refuse_stray_weights(folder, {WEIGHTS})
-        return _read_header(regular_file(folder, WEIGHTS))
+        return read_header(regular_file(folder, WEIGHTS))
     shard_of = _read_index(folder)
     shards = sorted(set(shard_of.values()))
     _refuse_stray_weights(folder, set(shards))
-    tensors = [tensor for shard in shards for tensor in _read_header(regular_file(folder, shard))]
+    tensors = [tensor for shard in shards for tensor in read_header(regular_file(folder, shard))]
     found = {(tensor.name, tensor.file.name) for tensor in tensors}
     indexed = set(shard_of.items())
     if found != indexed:
@@ -85,11 +85,16 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
 def read_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """Load tensors one by one, under the names of the mapping, as copies in memory."""
     for file in sorted({tensor.file for tensor in tensors.values()}):
-        with _opened(file) as opened:
+        with open_tensors(file) as opened:
             for name, tensor in tensors.items():
                 if tensor.file == file:
                     # Without the copy the tensor is a view of a file that may change.
                     yield name, opened.get_tensor(tensor.name).clone()
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file, as copies in memory."""
+    return dict(read_tensors({tensor.name: tensor for tensor in read_header(path)}))
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: JsonObject) -> None:
@@ -192,8 +197,9 @@ def _read_index(folder: Path) -> dict[str, str]:
     return shard_of
 
 
-def _read_header(path: Path) -> list[StoredTensor]:
-    with _opened(path) as opened:
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file."""
+    with open_tensors(path) as opened:
         headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return [
             StoredTensor(path, name, header.get_dtype(), tuple(header.get_shape()))
@@ -202,12 +208,14 @@ def _read_header(path: Path) -> list[StoredTensor]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """An open safetensors file; opening checks that the tensors in its header fill it exactly."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe or a device could block forever
+            raise OSError("it is a pipe, device or folder")
         with safe_open(path, framework="pt") as opened:
             yield opened
-    except (SafetensorError, OSError) as problem:
+    except (SafetensorError, OSError, MemoryError) as problem:  # the latter of absurd sizes
         raise CheckpointError(
             path, "file", Phrase(f"cannot be read ({problem})"), "a complete safetensors file"
         ) from None

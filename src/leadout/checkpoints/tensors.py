@@ -100,6 +100,9 @@ def inventory_left_to_vllm(
 ) -> Inventory:
     """The tensors of a drafter that only vLLM computes: their names and shapes are its own."""
     _require_layer_count(named, config, path)
+    if config.draft_vocab_size is not None and DRAFT_TO_TARGET not in named:
+        what = "the target ids of a reduced draft vocabulary"
+        raise CheckpointError(path, DRAFT_TO_TARGET, MISSING, what, "Download it again.")
     sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
     for tensor in named.values():
         if tensor.dtype in _WEIGHT_DTYPES:

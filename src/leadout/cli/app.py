@@ -56,6 +56,10 @@ class Commands(TyperGroup):
             raise typer.Exit(FAILED) from None
 
 
+# Flags that a command does not know are vLLM's: anywhere, or after `--` only.
+_ANY_VLLM_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
+_VLLM_FLAGS_AFTER_DASHES = {"allow_extra_args": True}
+
 app = typer.Typer(
     name="leadout",
     cls=Commands,
@@ -68,29 +72,45 @@ app = typer.Typer(
 app.command(
     "serve",
     cls=settings_command("leadout.engine.settings:ServeSettings"),
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=_ANY_VLLM_FLAG,
 )(serve.serve)
 app.command(
     "tune",
     cls=settings_command("leadout.tune.settings:TuneSettings"),
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=_ANY_VLLM_FLAG,
 )(tune.tune)
-app.command("check", cls=settings_command("leadout.check.settings:CheckSettings"))(check.check)
+app.command(
+    "check",
+    cls=settings_command("leadout.check.settings:CheckSettings"),
+    context_settings=_VLLM_FLAGS_AFTER_DASHES,
+)(check.check)
 app.command(
     "bench",
     cls=settings_command("leadout.bench.settings:BenchSettings"),
-    context_settings={"allow_extra_args": True},
+    context_settings=_VLLM_FLAGS_AFTER_DASHES,
 )(bench.bench)
 app.command(
     "selftest",
     cls=settings_command("leadout.selftest.settings:SelftestSettings"),
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=_ANY_VLLM_FLAG,
 )(selftest.selftest)
-app.command("data", cls=settings_command("leadout.data.manifest:DataSettings"))(data.data)
+app.command(
+    "data",
+    cls=settings_command("leadout.data.settings:DataSettings"),
+    context_settings=_VLLM_FLAGS_AFTER_DASHES,
+)(data.data)
 app.command("inspect", cls=PanelCommand)(inspect.inspect)
 app.command("convert", cls=PanelCommand)(convert.convert)
-app.command("train", cls=settings_command("leadout.train.config:TrainConfig"))(train.train)
-app.command("learn", cls=settings_command("leadout.learn.config:LearnConfig"))(learn.learn)
+app.command(
+    "train",
+    cls=settings_command("leadout.train.config:TrainConfig"),
+    context_settings=_VLLM_FLAGS_AFTER_DASHES,
+)(train.train)
+app.command(
+    "learn",
+    cls=settings_command("leadout.learn.config:LearnConfig"),
+    context_settings=_VLLM_FLAGS_AFTER_DASHES,
+)(learn.learn)
 app.command("env", cls=PanelCommand)(env.env)
 
 

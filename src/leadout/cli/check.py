@@ -16,12 +16,13 @@ def check(
 ) -> None:
     """Check that a drafter fits a target, or find the cause why it does not.
 
-    Exit codes: 0 the pair fits, 1 it does not, 2 the check could not run, 3 undecided: there were
+    Flags after `--` go to every vLLM engine, for example `-- --tensor-parallel-size 4`. Exit codes:
+    0 the pair fits, 1 it does not, 2 the check could not run, 3 undecided: there were
     too few texts, or something should be looked into first.
     """
     from leadout.check.settings import CheckSettings
 
-    settings = settings_of(context, CheckSettings)
+    settings = settings_of(context, CheckSettings, vllm_flags=tuple(context.args))
     if not settings.static:
         require("check")
 

@@ -34,14 +34,27 @@ def convert(
             metavar="PATH", help="Folder of `leadout data` in which to count token frequencies."
         ),
     ] = None,
+    head_dim: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Pad heads to N dimensions, without another effect, for engines that need it "
+            "(TPUs: 128).",
+        ),
+    ] = None,
 ) -> None:
-    """Rewrite a drafter so that vLLM serves it as trained; the weights stay bit-identical."""
+    """Rewrite a drafter so that vLLM serves it as trained.
+
+    Without --head-dim and --draft-vocab the weights stay bit-identical.
+    """
     from leadout import checkpoints
     from leadout.files import require_writable
 
     require_writable("DESTINATION", destination)
     covered = None
-    if draft_vocab is None:
+    if head_dim is not None:
+        written = _with_head_dim(source, destination, to, target, draft_vocab, head_dim)
+    elif draft_vocab is None:
         written = checkpoints.convert(source, destination, to, target)
     else:
         written, covered = _with_draft_vocab(
@@ -54,6 +67,22 @@ def convert(
         typer.echo(f"note: {note}")
     pair = target or written.target_name or "TARGET"
     typer.echo(f"next: leadout check {pair} {written.path}", err=True)
+
+
+def _with_head_dim(
+    source: Path,
+    destination: Path,
+    to: Literal["zlab", "speculators"],
+    target: str | None,
+    draft_vocab: int | None,
+    head_dim: int,
+) -> "Checkpoint":
+    from leadout.checkpoints.widen import widen_heads
+    from leadout.settings import SettingsError
+
+    if draft_vocab is not None:
+        raise SettingsError("--head-dim cannot be combined with --draft-vocab: convert twice.")
+    return widen_heads(source, destination, to, head_dim, target)
 
 
 def _with_draft_vocab(

@@ -12,14 +12,19 @@ def data(
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted job.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Let the target answer prompts, and write the answers as training data for its drafter."""
-    require("data")
+    """Let the target answer prompts, and write the answers as training data for its drafter.
+
+    Flags after `--` go to vLLM, for example `-- --tensor-parallel-size 8`. With --endpoint, servers
+    answer, and vLLM need not be installed here.
+    """
+    from leadout.data.settings import DataSettings
+
+    settings = settings_of(context, DataSettings, vllm_flags=tuple(context.args))
+    require("data --endpoint" if settings.endpoint else "data")
 
     from leadout.console import Progress
     from leadout.data.generate import generate_data, print_summary
-    from leadout.data.manifest import DataSettings
 
-    settings = settings_of(context, DataSettings)
     with Progress("data") as progress:
         manifest = generate_data(settings, resume=resume, progress=progress)
     if as_json:

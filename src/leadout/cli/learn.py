@@ -22,11 +22,12 @@ def learn(
 
     Servers started with --registry swap it in automatically. Exit code 1: the candidate was
     rejected; 3: undecided, more requests are needed. To train in several processes, start it with
-    torchrun: torchrun --nproc-per-node 8 -m leadout learn ...
+    torchrun: torchrun --nproc-per-node 8 -m leadout learn ... Flags after `--` go to every vLLM
+    engine that it starts.
     """
     from leadout.learn.config import LearnConfig
 
-    config = settings_of(context, LearnConfig)
+    config = settings_of(context, LearnConfig, vllm_flags=tuple(context.args))
     if status:
         _show_status(config, as_json)
         return
@@ -52,14 +53,16 @@ def learn(
 
 def _start_registry(config: "LearnConfig", drafter: str, as_json: bool) -> None:
     from leadout.learn.cycle import start_registry
+    from leadout.learn.prepare import signing_key
 
-    target = config.required("target")
-    started = start_registry(target, config.registry, drafter)
+    target, key = config.required("target"), signing_key(config.registry_key)
+    started = start_registry(target, config.registry, drafter, key)
     if as_json:
         typer.echo(started.model_dump_json(indent=2))
         return
     typer.echo(f"Created {config.registry}; version {started.version} is {drafter}.")
-    typer.echo(f"Next: leadout serve {target} --registry {config.registry} --capture DIR")
+    signed = "" if key is None else " --registry-key PUBLIC_KEY"
+    typer.echo(f"Next: leadout serve {target} --registry {config.registry}{signed} --capture DIR")
 
 
 def _show_status(config: "LearnConfig", as_json: bool) -> None:

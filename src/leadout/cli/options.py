@@ -165,6 +165,7 @@ def _typer_kind(annotation: Any) -> tuple[Any, Any]:
 ENGINE = Need(
     module="vllm", remedy="pip install 'leadout[vllm]' (or 'leadout[cpu]' without an accelerator)"
 )
+OPENAI = Need(module="openai", remedy="pip install 'leadout[data]'")
 AIOHTTP = Need(module="aiohttp", remedy="pip install 'leadout[bench]'")  # of the load
 
 NEEDS: dict[str, tuple[Need, ...]] = {
@@ -172,6 +173,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "check": (ENGINE,),  # not with --static
     "convert": (),
     "data": (ENGINE,),
+    "data --endpoint": (OPENAI,),
     "env": (),
     "inspect": (),
     "learn": (ENGINE,),  # not with --status

@@ -29,6 +29,7 @@ def serve(
     # While planning, vLLM logs errors only, and not to stdout, where the command is printed.
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
+    from leadout.engine.process_folders import folder_for_sockets
     from leadout.engine.serve_plan import make_plan
 
     typer.echo("leadout: checking target, drafter and flags (takes some seconds)", err=True)
@@ -39,5 +40,6 @@ def serve(
         assignments = [f"{name}={shlex.quote(value)}" for name, value in made.environment.items()]
         typer.echo(" ".join([*assignments, shlex.join(made.command)]))
         return
+    environment = server_environment | made.environment | folder_for_sockets()
     # Replaces this process: its id and its signals become the server's.
-    os.execve(made.command[0], made.command, server_environment | made.environment)
+    os.execve(made.command[0], made.command, environment)

@@ -28,19 +28,21 @@ def train(
     ] = False,
     plan: Annotated[
         bool,
+        typer.Option("--plan", help="Only estimate time, memory and disk, from a few steps."),
+    ] = False,
+    tracker: Annotated[
+        list[str] | None,
         typer.Option(
-            "--plan", help="Only estimate time, memory, disk and acceptance, from a few steps."
+            help="Also report to tensorboard, wandb, mlflow or trackio; repeatable.",
+            metavar="NAME",
         ),
-    ] = False,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
-    ] = False,
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a drafter and verify its acceptance in vLLM.
 
     For several processes or machines, start it with torchrun: torchrun --nproc-per-node 8 -m
-    leadout train ...
+    leadout train ... Flags after `--` go to every vLLM engine that it starts.
     """
     require("train")
 
@@ -52,12 +54,19 @@ def train(
         config = out / SETTINGS
     settings = settings_of(context, TrainConfig, config)
     if plan:
-        planned = command.plan(target, data, settings)
+        planned = command.plan(target, data, settings, context.args)
         if planned is not None:  # only the leading rank reports
             typer.echo(planned.model_dump_json(indent=2) if as_json else planned.text())
         return
     report = command.train(
-        target, data, out, settings, to=to, resume=resume, tensorboard=tensorboard
+        target,
+        data,
+        out,
+        settings,
+        to=to,
+        resume=resume,
+        trackers=tracker or (),
+        vllm_flags=context.args,
     )
     if report is None:
         return

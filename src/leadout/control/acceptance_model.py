@@ -188,10 +188,6 @@ class AcceptanceModel:
         found: Ints = self._groups[rows]
         return found
 
-    def has_trials(self, request_id: str) -> bool:
-        row = self._rows.get(request_id)
-        return row is not None and bool(self._steps[row])
-
     def observe(self, outcomes: Outcomes) -> None:
         """One step of the whole batch. Only requests whose group was asked for are known."""
         verified, accepted = outcomes.verified, outcomes.accepted

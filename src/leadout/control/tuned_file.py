@@ -6,18 +6,19 @@ a K for each batch size from measured speed-ups (`choose_table`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from leadout.control.acceptance_model import AcceptanceCurve
 from leadout.control.cost_model import PiecewiseLinear, StepCosts
 from leadout.errors import LeadoutError
-from leadout.files import FileError, read_text, write_text
+from leadout.files import FileError, read_model, write_text
 from leadout.models import fingerprint
 from leadout.provenance import Provenance
 from leadout.settings import SettingsError
@@ -147,7 +148,12 @@ def _break_even(speedups: Speedups) -> float | None:
     return None
 
 
-CostCurves = dict[int, dict[int, Interval]]  # by batch size, then by drafts of one request
+# Far above every server; they keep a damaged file from being computed with.
+MAX_BATCH, MAX_DRAFTS = 2**20, 2**12
+Batch = Annotated[int, Field(ge=1, le=MAX_BATCH)]
+Drafts = Annotated[int, Field(ge=0, le=MAX_DRAFTS)]  # of one request
+Curve = Annotated[dict[Drafts, Interval], Field(min_length=1)]
+CostCurves = Annotated[dict[Batch, Curve], Field(min_length=1)]
 
 
 class TunedFileError(LeadoutError):
@@ -166,7 +172,7 @@ class Model(_Part):
 class Acceptance(_Part):
     """Tokens of a request in a step, by K, and the share of steps that accept each position."""
 
-    tokens: dict[int, Interval]
+    tokens: Curve
     by_position: list[Interval]  # with the largest K
     requests: int
     steps: int
@@ -211,9 +217,9 @@ class Tuned(_Part):
     target: Model
     drafter: Model
     dtype: str
-    block_size: int = Field(ge=2)
+    block_size: int = Field(ge=2, le=MAX_DRAFTS)
     runner: Literal["V1", "V2"]
-    max_batch: int = Field(ge=1)
+    max_batch: Batch
     # Seconds; verify[batch][0] is a bare step, draft[batch][0] only updates the drafter's context.
     verify: CostCurves
     draft: CostCurves
@@ -243,6 +249,21 @@ class Tuned(_Part):
             raise ValueError(
                 f"the table ends at batch size {expected - 1}, expected {self.max_batch}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_computed_with(self) -> Self:
+        for name in ("verify", "draft", "speedup"):
+            values = [y for curve in getattr(self, name).values() for y in curve.values()]
+            if not all(0 <= each.value < math.inf for each in values):
+                raise ValueError(f"{name} has a value that is not finite, or below 0")
+        if not all(y.value > 0 for curve in self.verify.values() for y in curve.values()):
+            raise ValueError("verify has a step that takes no time")
+        tokens = self.acceptance.tokens
+        if 0 not in tokens or tokens[0].value != 1:
+            raise ValueError("acceptance.tokens should begin with exactly 1 token at K = 0")
+        if not all(1 <= each.value < math.inf for each in tokens.values()):
+            raise ValueError("acceptance.tokens has a value that is not finite, or below 1")
         return self
 
     @property
@@ -302,16 +323,9 @@ def write_tuned(tuned: Tuned, path: Path) -> None:
 
 def read_tuned(path: Path) -> Tuned:
     try:
-        return Tuned.model_validate_json(read_text(path))
+        return read_model(path, Tuned)
     except FileError as problem:
         raise TunedFileError(
-            f"{problem} Expected a file written by `leadout tune`; check the path."
-        ) from None
-    except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise TunedFileError(
-            f"{path}{f': {key}' if key else ''}: {reason}. Expected a file written by "
-            "`leadout tune` of this version; tune again."
+            f"{problem} Expected a file written by `leadout tune` of this version; check the path, "
+            "or tune again."
         ) from None

@@ -1,47 +1,54 @@
 """`leadout data` as a function: the target answers prompts, turn by turn, into a data folder.
 
 Every answer is written as soon as it is complete, so an interrupted job loses only the requests in
-flight. Seeds and the choice of greedy answers follow from the names of the prompts: a resumed job,
-or one split into parts, gets the same samples as an uninterrupted one.
+flight. What cannot be answered is listed in an error file and does not end the job.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from leadout.console import Advance, Progress, table
+from leadout.data.answers import AnswerQueue, Backend, conversations
 from leadout.data.chat import Chat
 from leadout.data.manifest import (
     NONE,
     Count,
-    DataSettings,
+    DataError,
     Job,
     Manifest,
     Sampling,
+    errors_path,
     manifest_path,
     shard_path,
 )
-from leadout.data.prompts import Prompt, prompts_hash, read_prompts
+from leadout.data.prompts import Prompt, prompts_hash, read_prompts, without_duplicates
+from leadout.data.settings import DataSettings
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, local_folder
 from leadout.shards import Sample, ShardError, ShardWriter, WrittenSamples
 from leadout.version import installed_versions
 
-if TYPE_CHECKING:  # the engine imports torch, which takes seconds; wrong prompts should not
+if TYPE_CHECKING:
     from leadout.engine.offline import Completion, TextEngine, TextRequest
 
-USER_TURN_TEMPERATURE = 1.0
-MAX_USER_TURN = 256  # tokens
 SAVE_EVERY_SECONDS = 30.0
+# Arguments of the engine that have a flag of ours.
+ENGINE_SETTINGS = {
+    "dtype": "use --dtype",
+    "max_model_len": "use --max-length",
+    "max_num_seqs": "use --concurrency",
+    "seed": "use --seed",
+    # `TextEngine` looks for --speculative-config only.
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), "use --speculative-config"),
+}
 
 
 def generate_data(
@@ -51,49 +58,139 @@ def generate_data(
     progress = progress or Progress.silent()
     # First what is checked at once, then what takes seconds to load.
     _require_place(settings, resume)
-    prompts = read_prompts(settings.prompts, settings.limit)
+    rejected: list[DataError] = []
+
+    def reject(where: str, reason: str) -> None:
+        rejected.append(DataError(id=where, reason=reason))
+
+    prompts, duplicates = without_duplicates(read_prompts(settings.prompts, settings.limit, reject))
     folder = local_folder(settings.target)
-    chat = Chat(folder, settings.thinking)
-    job = _job(settings, folder, chat, prompts)
+    from leadout.pairing import require_trainable  # imports torch
+
+    require_trainable(folder, settings.target)
+    arguments = _engine_arguments(settings, folder)
+    chat = Chat(folder, settings.thinking, settings.template_options)
+    _require_options(chat, prompts)
+    sampling = settings.sampling(folder, chat.reasons)
+    job = _job(settings, folder, chat, sampling, prompts)
     earlier = _earlier_run(job, settings)
-    if earlier is not None and earlier.complete:
+    if earlier is not None and earlier.complete and not earlier.failed:
         return earlier
 
-    todo = conversations(prompts, settings.sampling, settings.part, settings.parts)
+    todo = conversations(prompts, sampling, settings.part, settings.parts)
     total = sum(max(1, len(conversation.turns)) for conversation in todo)
-    counts = _Counts(job, settings)
+    counts = _Counts(job, settings, duplicates, rejected)
     with ShardWriter(shard_path(settings.out, settings.part, settings.parts)) as writer:
         done = WrittenSamples(writer.path, counts.add)
+        counts.begin_errors()
         counts.save()
-        if len(done) < total:
-            try:
-                engine = _start_engine(settings, folder, progress)
+        # Without a request to make, the queue only counts.
+        backends: AbstractContextManager[Backend] = (
+            _backend(settings, sampling, folder, chat, arguments, progress)
+            if len(done) < total
+            else nullcontext(_NoBackend())
+        )
+        try:
+            with backends as backend:
                 # Twice as many as run at a time: a finished request is replaced without a pause.
-                size = 2 * settings.concurrency
-                queue = AnswerQueue(engine, chat, settings.sampling, writer, size)
+                size = 2 * settings.concurrency * max(1, len(settings.endpoint))
+                queue = AnswerQueue(backend, chat, sampling, writer, size, counts.add_error)
                 advance = progress.stage("answers", total, done=counts.samples)
                 queue.run(todo, done, _recorder(counts, advance))
-                counts.skipped = queue.skipped
-            except KeyboardInterrupt:
-                counts.save()
-                raise StoppedError(
-                    f"Stopped after {counts.samples:,} of {total:,} samples; they are kept in "
-                    f"{settings.out}. Run the same command with --resume to continue."
-                ) from None
+                counts.skipped, counts.shortened = queue.skipped, queue.shortened
+                counts.failed = queue.failed
+        except KeyboardInterrupt:
+            counts.save()
+            raise StoppedError(
+                f"Stopped after {counts.samples:,} of {total:,} samples; they are kept in "
+                f"{settings.out}. Run the same command with --resume to continue."
+            ) from None
     return counts.save(complete=True)
 
 
-def _start_engine(settings: DataSettings, folder: Path, progress: Progress) -> TextEngine:
+def _require_options(chat: Chat, prompts: Sequence[Prompt]) -> None:
+    """Template variables of single prompts must exist, like those for all of them."""
+    names: dict[str, str] = {}
+    for prompt in prompts:
+        for name in prompt.options:
+            names.setdefault(name, prompt.id)
+    for name, first in names.items():
+        chat.require_options({name: None}, f"chat_template_kwargs of {first}")
+
+
+class _NoBackend:
+    """For a job whose samples are all written."""
+
+    running = 0
+
+    def submit(self, request: TextRequest) -> None:
+        raise AssertionError(f"{request.id} was counted as written")
+
+    def step(self) -> list[Completion]:
+        return []
+
+
+@contextmanager
+def _backend(
+    settings: DataSettings,
+    sampling: Sampling,
+    folder: Path,
+    chat: Chat,
+    arguments: dict[str, Any],
+    progress: Progress,
+) -> Iterator[Backend]:
+    """The servers, or an engine in this process."""
+    if not settings.endpoint:
+        yield _start_engine(settings, sampling, folder, arguments, progress)
+        return
+    from leadout.data.endpoints import Endpoints
+
+    started = progress.stage("connecting to servers", 1)
+    servers = Endpoints(
+        settings.endpoint,
+        settings.target,
+        chat,
+        max_length=sampling.max_length,
+        concurrency=settings.concurrency,
+        served_model=settings.served_model,
+        answer_seconds=settings.answer_seconds,
+        patience_seconds=settings.patience_seconds,
+        notice=progress.say,
+    )
+    with servers:
+        started()
+        yield servers
+        for line in servers.summary():
+            progress.say(line)
+
+
+def _engine_arguments(settings: DataSettings, folder: Path) -> dict[str, Any]:
+    if not settings.vllm_flags:
+        return {}
+    from leadout.engine.vllm_flags import engine_arguments
+
+    return engine_arguments(str(folder), settings.vllm_flags, DataSettings, ENGINE_SETTINGS)
+
+
+def _start_engine(
+    settings: DataSettings,
+    sampling: Sampling,
+    folder: Path,
+    arguments: dict[str, Any],
+    progress: Progress,
+) -> TextEngine:
     from leadout.engine import offline
 
     started = progress.stage("starting vLLM", 1)
     engine = offline.TextEngine(
         str(folder),
-        max_length=settings.max_length,
+        max_length=sampling.max_length,
         max_requests=settings.concurrency,
         dtype=settings.dtype,
         seed=settings.seed,
+        tapped=True,
         log=settings.out / "vllm.log",
+        **arguments,
     )
     started()
     return engine
@@ -113,164 +210,34 @@ def _recorder(counts: _Counts, advance: Advance) -> Callable[[Sample], None]:
     return record
 
 
-@dataclass(slots=True)
-class Conversation:
-    """A prompt, and the answers to its turns so far."""
-
-    id: str
-    source: str
-    turns: list[str]
-    greedy: bool
-    answers: list[str] = field(default_factory=list)
-
-    @property
-    def next_sample_id(self) -> str:
-        return f"{self.id}/{len(self.answers)}"
-
-
-def conversations(
-    prompts: Iterable[Prompt], sampling: Sampling, part: int, parts: int
-) -> list[Conversation]:
-    """The conversations of one part of a job; the parts divide the prompts among them.
-
-    The sources are mixed, so that an interrupted job leaves a fair sample of all of them.
-    """
-    mixed = sorted(prompts, key=lambda prompt: _fraction(f"order {prompt.id}"))
-    return [
-        Conversation(
-            f"{prompt.id}#{number}",
-            prompt.source,
-            list(prompt.turns),
-            # All greedy answers to a prompt are equal, so only the first can be greedy.
-            greedy=number == 0
-            and _fraction(f"greedy {sampling.seed} {prompt.id}")
-            < sampling.greedy_share * sampling.samples_per_prompt,
-        )
-        for place, prompt in enumerate(mixed)
-        if place % parts == part - 1
-        for number in range(sampling.samples_per_prompt)
-    ]
-
-
-class AnswerQueue:
-    """Keeps the engine supplied with the next turn of each conversation and writes the answers."""
-
-    def __init__(
-        self,
-        engine: TextEngine,
-        chat: Chat,
-        sampling: Sampling,
-        writer: ShardWriter,
-        max_queued: int,
-    ) -> None:
-        self._engine = engine
-        self._chat = chat
-        self._sampling = sampling
-        self._writer = writer
-        self._max_queued = max_queued
-        self._in_flight: dict[str, tuple[Conversation, TextRequest]] = {}
-        self.skipped = 0  # conversations that are too long, or without a user turn
-
-    def run(
-        self,
-        todo: Sequence[Conversation],
-        done: Mapping[str, Sample],
-        record: Callable[[Sample], None],
-    ) -> None:
-        """Answer all conversations; `done` has the samples that an earlier run wrote."""
-        waiting = deque(todo)
-        while waiting or self._engine.running:
-            while waiting and self._engine.running < self._max_queued:
-                self._start(waiting.popleft(), done)
-            if self._engine.running:
-                for answer in self._engine.step():
-                    sample = self._receive(answer)
-                    if sample is not None:
-                        record(sample)
-
-    def _start(self, conversation: Conversation, done: Mapping[str, Sample]) -> None:
-        """Submit the first turn that an earlier run has not answered."""
-        while (name := conversation.next_sample_id) in done:
-            if len(conversation.answers) + 1 >= len(conversation.turns):
-                return  # all turns, or the one that the target wrote, are answered
-            conversation.answers.append(self._chat.text(done[name].response))
-        self._submit_next(conversation)
-
-    def _submit_next(self, conversation: Conversation) -> None:
-        """Request the user turn or the next answer, unless it could exceed the maximum length."""
-        from leadout.engine.offline import TextRequest
-
-        sampling, turns, answers = self._sampling, conversation.turns, conversation.answers
-        if not turns:  # the target writes one
-            name, end = f"{conversation.id}/user", self._chat.end_of_turn
-            request = TextRequest(
-                id=name,
-                prompt=self._chat.user_prefix(),
-                max_tokens=min(MAX_USER_TURN, sampling.max_new_tokens),
-                temperature=USER_TURN_TEMPERATURE,
-                seed=self._seed(name),
-                stop_tokens=() if end is None else (end,),
-            )
-        else:
-            request = TextRequest(
-                id=conversation.next_sample_id,
-                prompt=self._chat.prompt(turns[: len(answers) + 1], answers),
-                max_tokens=sampling.max_new_tokens,
-                temperature=0.0 if conversation.greedy else sampling.temperature,
-                top_p=1.0 if conversation.greedy else sampling.top_p,
-                seed=self._seed(conversation.next_sample_id),
-            )
-        if len(request.prompt) + request.max_tokens > sampling.max_length:
-            self.skipped += 1
-            return
-        self._in_flight[request.id] = conversation, request
-        self._engine.submit(request)
-
-    def _receive(self, answer: Completion) -> Sample | None:
-        """Write an answer and submit the next turn; returns None for a user turn."""
-        conversation, request = self._in_flight.pop(answer.id)
-        if not conversation.turns:
-            turn = self._chat.text(answer.tokens).strip()
-            if turn:
-                conversation.turns.append(turn)
-                self._submit_next(conversation)
-            else:
-                self.skipped += 1
-            return None
-        sample = Sample(
-            id=answer.id,
-            source=conversation.source,
-            prompt=list(request.prompt),
-            response=answer.tokens,
-            temperature=request.temperature,
-        )
-        self._writer.append(sample)
-        conversation.answers.append(self._chat.text(answer.tokens))
-        if len(conversation.answers) < len(conversation.turns):
-            self._submit_next(conversation)
-        return sample
-
-    def _seed(self, name: str) -> int:
-        digest = hashlib.sha256(f"{self._sampling.seed} {name}".encode()).digest()
-        return int.from_bytes(digest[:4]) & 0x7FFFFFFF
-
-
-def _fraction(name: str) -> float:
-    """A pseudo-random number in [0, 1) that depends only on the name."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) / 2**32
-
-
 class _Counts:
     """Counts samples by source, and writes the manifest at intervals."""
 
-    def __init__(self, job: Job, settings: DataSettings) -> None:
+    def __init__(
+        self, job: Job, settings: DataSettings, duplicates: int, rejected: Sequence[DataError]
+    ) -> None:
         self._job = job
+        self._duplicates = duplicates
+        self._rejected = rejected
         self._part = settings.part
         self._path = manifest_path(settings.out, settings.part, settings.parts)
         self._by_source: dict[str, Count] = {}
         self.saved_at = 0.0
         self.samples = 0
         self.skipped = 0
+        self.shortened = 0
+        self.failed = 0
+        self._errors = errors_path(settings.out, settings.part, settings.parts)
+
+    def begin_errors(self) -> None:
+        """Start the error file anew: every run tries again what failed before."""
+        self._errors.unlink(missing_ok=True)
+        for each in self._rejected:
+            self.add_error(each)
+
+    def add_error(self, error: DataError) -> None:
+        with self._errors.open("a", encoding="utf-8") as file:
+            file.write(error.model_dump_json() + "\n")
 
     def add(self, sample: Sample) -> None:
         count = self._by_source.get(sample.source, NONE)
@@ -284,6 +251,10 @@ class _Counts:
             complete=complete,
             counts=dict(sorted(self._by_source.items())),
             skipped=self.skipped,
+            shortened=self.shortened,
+            failed=self.failed,
+            duplicates=self._duplicates,
+            rejected=len(self._rejected),
             versions=installed_versions(),
         )
         manifest.write(self._path)
@@ -291,18 +262,25 @@ class _Counts:
         return manifest
 
 
-def _job(settings: DataSettings, folder: Path, chat: Chat, prompts: Sequence[Prompt]) -> Job:
+def _job(
+    settings: DataSettings,
+    folder: Path,
+    chat: Chat,
+    sampling: Sampling,
+    prompts: Sequence[Prompt],
+) -> Job:
     return Job(
         target=Path(settings.target).resolve().name,
         target_fingerprint=fingerprint(folder),
         tokenizer_hash=chat.tokenizer_hash,
         template_hash=chat.template_hash,
         thinking=settings.thinking,
+        template_options=settings.template_options,
         sources=[Path(source).name for source in settings.prompts],
         prompts_hash=prompts_hash(prompts),
         limit=settings.limit,
         dtype=settings.dtype,
-        sampling=settings.sampling,
+        sampling=sampling,
         parts=settings.parts,
     )
 
@@ -360,11 +338,21 @@ def print_summary(manifest: Manifest, settings: DataSettings) -> None:
         f"Wrote {samples:,} answers of {job.target} to {settings.out}{part}.",
         f"Next: {others}leadout train {settings.target} --data {settings.out} --out DIR",
     ]
-    if manifest.skipped:
-        lines.insert(
-            0,
-            f"Skipped {manifest.skipped:,} conversations: longer than --max-length allows, or the "
-            "target wrote no user turn.",
-        )
+    errors = errors_path(settings.out, manifest.part, job.parts)
+    for count, what in (
+        (manifest.duplicates, "Left out {} repeated prompts."),
+        (manifest.rejected, "Left out {} rows that are no prompts."),
+        (manifest.shortened, "Cut {} conversations from the front to fit --max-length."),
+        (
+            manifest.skipped,
+            "Skipped {} conversations: longer than --max-length allows, or the target wrote no "
+            "user turn.",
+        ),
+        (manifest.failed, "{} conversations failed; --resume tries them again."),
+    ):
+        if count:
+            lines.insert(-2, what.format(f"{count:,}"))
+    if manifest.rejected + manifest.skipped + manifest.failed:
+        lines.insert(-2, f"Which ones, and why: {errors}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,23 +1,46 @@
-"""A data job and the folder that it fills: settings, identity of the job, counts by source."""
+"""The folder that a data job fills: identity of the job, counts by source, its samples."""
 
 from __future__ import annotations
 
 import hashlib
-import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from leadout.files import read_text, write_text
-from leadout.settings import Settings, setting
-from leadout.shards import Samples, ShardError
-
-_SHARD = re.compile(r"([0-9]{1,6})/([0-9]{1,6})", re.ASCII)
+from leadout.files import FileError, read_lines, read_model, write_text
+from leadout.shards import Sample, Samples, ShardError
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingOptions(_Record):
+    """Further sampling parameters, by their names in vLLM; the defaults change nothing."""
+
+    # Of sampled answers only.
+    top_k: int = Field(default=0, ge=0)  # 0: all tokens
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
+    # Of all answers.
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[int] = Field(default=[])
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
+    bad_words: list[str] = Field(default=[])
+    logit_bias: dict[int, float] | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+
+    def of(self, *, greedy: bool) -> dict[str, Any]:
+        """The parameters that differ from their defaults, for greedy or for sampled answers."""
+        given = self.model_dump(exclude_defaults=True)
+        return {name: given[name] for name in given if not greedy or name not in _OF_SAMPLED}
+
+
+_OF_SAMPLED = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class Sampling(_Record):
@@ -30,99 +53,7 @@ class Sampling(_Record):
     max_length: int
     samples_per_prompt: int
     seed: int
-
-
-class DataSettings(Settings):
-    """One part of a data job: which prompts the target answers, how, and where answers go."""
-
-    command = "data"
-
-    target: str = setting(..., "Folder or hub name of the target.", panel="argument")
-    prompts: tuple[str, ...] = setting(
-        ...,
-        "A .jsonl file, a Hugging Face dataset (owner/name[:split]), or self:N to let the target "
-        "write N prompts. Can be repeated.",
-        panel="Prompts and output",
-        metavar="SOURCE",
-    )
-    limit: int | None = setting(
-        None, "Maximum number of prompts from each source.", panel="Prompts and output", ge=1
-    )
-    out: Path = setting(
-        ..., "Folder for the samples and their manifest.", panel="Prompts and output", metavar="DIR"
-    )
-    shard: str = setting(
-        "1/1",
-        "Generate part i of n only, to split a job over n machines.",
-        panel="Prompts and output",
-        metavar="I/N",
-    )
-
-    samples: int = setting(1, "Answers per prompt.", panel="Sampling", ge=1)
-    greedy_share: float = setting(
-        0.5,
-        "Share of the answers that are greedy; at most one per prompt.",
-        panel="Sampling",
-        ge=0,
-        le=1,
-    )
-    temperature: float = setting(
-        0.7, "Temperature of the answers that are not greedy.", panel="Sampling", ge=0.01
-    )
-    top_p: float = setting(
-        1.0,
-        "Top-p of the answers that are not greedy. Values below 1 are slow on CPUs.",
-        panel="Sampling",
-        ge=0.01,
-        le=1,
-    )
-    max_new_tokens: int = setting(512, "Maximum length of an answer.", panel="Sampling", ge=1)
-    max_length: int = setting(
-        2048, "Maximum length of prompt and answer together.", panel="Sampling", ge=8
-    )
-    thinking: bool | None = setting(
-        None,
-        "Thinking mode of the chat template, as it will be served. Default: the template's own.",
-        panel="Sampling",
-    )
-    seed: int = setting(0, "Random seed.", panel="Sampling")
-
-    concurrency: int = setting(128, "Requests in flight at a time.", panel="Engine", ge=1)
-    dtype: str = setting("auto", "Data type of the target's weights.", panel="Engine")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max_new_tokens >= self.max_length:
-            raise ValueError(
-                f"--max-new-tokens {self.max_new_tokens} must be less than --max-length "
-                f"{self.max_length}, which includes the prompt."
-            )
-        match = _SHARD.fullmatch(self.shard)
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ValueError(
-                f"--shard: got {self.shard!r}, expected i/n with 1 <= i <= n, for example 2/4."
-            )
-        return self
-
-    @property
-    def part(self) -> int:
-        return int(self.shard.partition("/")[0])
-
-    @property
-    def parts(self) -> int:
-        return int(self.shard.partition("/")[2])
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(
-            greedy_share=self.greedy_share,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_new_tokens=self.max_new_tokens,
-            max_length=self.max_length,
-            samples_per_prompt=self.samples,
-            seed=self.seed,
-        )
+    options: SamplingOptions = SamplingOptions()
 
 
 class Job(_Record):
@@ -133,6 +64,7 @@ class Job(_Record):
     tokenizer_hash: str
     template_hash: str
     thinking: bool | None
+    template_options: dict[str, Any] = Field(default={})  # chat_template_kwargs
     sources: list[str]
     prompts_hash: str
     limit: int | None
@@ -157,6 +89,13 @@ class Count(_Record):
 NONE = Count(samples=0, prompt_tokens=0, response_tokens=0)
 
 
+class DataError(_Record):
+    """A line of the error file: a prompt, or a row of a prompt file, without an answer."""
+
+    id: str  # of the sample, or file and line
+    reason: str
+
+
 class Manifest(_Record):
     """One part of a job."""
 
@@ -165,19 +104,19 @@ class Manifest(_Record):
     complete: bool
     counts: dict[str, Count]  # by source
     skipped: int  # conversations that are too long, or for which the target wrote no user turn
+    shortened: int = 0  # samples whose conversation was cut from the front to fit
+    failed: int = 0  # conversations that ended with an error; `--resume` tries them again
+    # Rows of all prompt sources that were left out: repeated ones, and those that cannot be used.
+    duplicates: int = 0
+    rejected: int = 0
     versions: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Self:
         try:
-            return cls.model_validate_json(read_text(path))
-        except ValidationError as problem:
-            first = problem.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise ShardError(
-                f"{path}: {field or 'file'}: {first['msg']}. Expected a manifest that `leadout "
-                "data` wrote."
-            ) from None
+            return read_model(path, cls)
+        except FileError as problem:
+            raise ShardError(f"{problem} Expected a manifest that `leadout data` wrote.") from None
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +125,10 @@ class Manifest(_Record):
 
 def manifest_path(folder: Path, part: int, parts: int) -> Path:
     return folder / f"manifest-{part}-of-{parts}.json"
+
+
+def errors_path(folder: Path, part: int, parts: int) -> Path:
+    return folder / f"errors-{part}-of-{parts}.jsonl"
 
 
 def shard_path(folder: Path, part: int, parts: int) -> Path:
@@ -211,8 +154,9 @@ class DataFolder:
         shards = (shard_path(folder, m.part, self.job.parts) for m in self.manifests)
         self.shards = [path for path in shards if path.exists()]
 
-    def samples(self) -> Samples:
-        return Samples(self.shards)
+    def samples(self, each: Callable[[Sample], None] = lambda _: None) -> Samples:
+        """All samples; `each` is called once with every sample while they are indexed."""
+        return Samples(self.shards, each)
 
     @property
     def response_tokens(self) -> int:
@@ -223,9 +167,9 @@ class DataFolder:
         """A hash of the job and its set of samples, recorded in what is made from this data."""
         total = 0  # a sum: a resumed run has the same lines in another order
         for path in self.shards:
-            with path.open("rb") as lines:
-                for line in lines:
-                    if line.endswith(b"\n"):
-                        total += int.from_bytes(hashlib.sha256(line).digest())
-        content = f"{self.job.model_dump_json()} {total % 2**256}"
+            for line in read_lines(path):
+                if line.endswith(b"\n"):
+                    total += int.from_bytes(hashlib.sha256(line).digest())
+        # Without fields at their defaults: a new field does not change the hash of earlier data.
+        content = f"{self.job.model_dump_json(exclude_defaults=True)} {total % 2**256}"
         return hashlib.sha256(content.encode()).hexdigest()

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from leadout.errors import LeadoutError
-from leadout.files import read_text, write_text
+from leadout.files import FileError, MissingFileError, read_model, write_text
 
 NAME = "training-prompts.json"
 MAX_HASHES = 65536  # about 700 kB
@@ -52,7 +52,7 @@ class PromptRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts: int  # different ones
+    prompts: int = Field(ge=0)  # different ones
     hashes: Annotated[frozenset[int], BeforeValidator(_decoded), PlainSerializer(_encoded)]
 
     @classmethod
@@ -74,15 +74,12 @@ class PromptRecord(BaseModel):
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """The record beside a drafter, if there is one."""
-        path = folder / NAME
-        if not path.is_file():
-            return None
         try:
-            return cls.model_validate_json(read_text(path))
-        except ValidationError as problem:
-            first = problem.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            return read_model(folder / NAME, cls)
+        except MissingFileError:
+            return None
+        except FileError as problem:
             raise PromptRecordError(
-                f"{path}: {where}: {first['msg']}. Expected a file that `leadout train` wrote; "
-                "remove it to check without it."
+                f"{problem} Expected a file that `leadout train` wrote; remove it to check without "
+                "it."
             ) from None

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from leadout.errors import LeadoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class InvalidDrafterError(LeadoutError):
@@ -89,6 +93,22 @@ class Rope:
             _require_positive(
                 "original_max_position_embeddings", self.scaling.original_max_positions
             )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScaling:
+    """What a model does to the scores of its output head; the defaults do nothing."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None  # C: scores become C * tanh(score / C)
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """Scores of the head to logits, of any shape."""
+        if self.multiplier != 1.0:
+            scores = scores * self.multiplier
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +207,10 @@ class DrafterConfig:
     def head_rows(self) -> int:
         """Rows of the output head: the draft vocabulary."""
         return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def logit_scaling(self) -> LogitScaling:
+        return LogitScaling(self.logit_multiplier, self.logit_softcap)
 
     def _require_layer_ids(self) -> None:
         ids = self.target_layer_ids

@@ -37,11 +37,12 @@ the drafter has its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.rope import Rotation, rotate, rotation_at
@@ -59,10 +60,8 @@ class KeyValue(NamedTuple):
 class Attend(Protocol):
     """Attention of a block's queries [batch, heads, queries, head_dim] to context and block."""
 
-    def __call__(
-        self, queries: Tensor, context: KeyValue, own: KeyValue, mask: Tensor | None
-    ) -> Tensor:
-        """[batch, heads, queries, head_dim]"""
+    def __call__(self, queries: Tensor, context: KeyValue, own: KeyValue, mask: Any) -> Tensor:
+        """[batch, heads, queries, head_dim]; the mask is whatever the implementation expects."""
 
 
 def attend_to_all(queries: Tensor, context: KeyValue, own: KeyValue, mask: Tensor | None) -> Tensor:
@@ -100,6 +99,8 @@ class Drafter(nn.Module):
         self.register_buffer(
             "d2t", None if reduced is None else torch.zeros(reduced, dtype=torch.int64)
         )
+        # Gradient checkpointing: keep only the inputs of layers, and run them again backwards.
+        self.recompute = False
         self._initialise()
 
     def context_features(self, states: Tensor) -> Tensor:
@@ -113,14 +114,14 @@ class Drafter(nn.Module):
     def context_kv(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
         """Every layer's keys and values of committed tokens at positions [batch, length]."""
         rotation = self._rotation(positions)
-        return [layer.self_attn.key_value(features, rotation) for layer in self._layers()]
+        return [layer.key_value(features, rotation) for layer in self._layers()]
 
     def forward(
         self,
         block_embeddings: Tensor,
         positions: Tensor,
         context: Sequence[KeyValue],
-        masks: Sequence[Tensor | None],
+        masks: Sequence[Any],
         attend: Attend = attend_to_all,
     ) -> Tensor:
         """Hidden states [batch, queries, H] of block slots, ready for `logits`.
@@ -132,7 +133,11 @@ class Drafter(nn.Module):
         rotation = self._rotation(positions)
         hidden = block_embeddings
         for layer, layer_context, mask in zip(self._layers(), context, masks, strict=True):
-            hidden = layer(hidden, rotation, layer_context, mask, attend)
+            inputs = (hidden, rotation, layer_context, mask, attend)
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                hidden = layer(*inputs)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -154,11 +159,7 @@ class Drafter(nn.Module):
         """Hidden states [..., H] to scores over the draft vocabulary [..., head_rows]."""
         head = target_head if self.lm_head is None else self.lm_head
         scores: Tensor = head(hidden)
-        if self.config.logit_multiplier != 1.0:
-            scores = scores * self.config.logit_multiplier
-        if self.config.logit_softcap is not None:
-            scores = torch.tanh(scores / self.config.logit_softcap) * self.config.logit_softcap
-        return scores
+        return self.config.logit_scaling.apply(scores)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Indices into `logits` to target token ids."""
@@ -190,12 +191,16 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
+    def key_value(self, features: Tensor, rotation: Rotation) -> KeyValue:
+        """Keys and values of context features [batch, length, H]."""
+        return self.self_attn.key_value(features, rotation)
+
     def forward(
         self,
         hidden: Tensor,
         rotation: Rotation,
         context: KeyValue,
-        mask: Tensor | None,
+        mask: Any,
         attend: Attend,
     ) -> Tensor:
         block = self.input_layernorm(hidden)
@@ -228,7 +233,7 @@ class DraftAttention(nn.Module):
         block: Tensor,
         rotation: Rotation,
         context: KeyValue,
-        mask: Tensor | None,
+        mask: Any,
         attend: Attend,
     ) -> Tensor:
         queries = rotate(self.q_norm(self._split_heads(self.q_proj(block))), rotation)

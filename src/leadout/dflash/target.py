@@ -43,7 +43,7 @@ class Target:
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self._model = model
-        self._decoder = _find_decoder(model)
+        self._decoder = find_decoder(model)
         self._layers = cast(nn.ModuleList, self._decoder.layers)
         self._embedding = _accessor(model, "get_input_embeddings")
         self._head = _accessor(model, "get_output_embeddings")
@@ -160,7 +160,7 @@ def _keep_in(caught: dict[int, Tensor], layer_id: int) -> Callable[..., None]:
     return hook
 
 
-def _find_decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: nn.Module) -> nn.Module:
     """The module whose `layers` are the decoder layers, possibly inside wrappers."""
     find = getattr(model, "get_decoder", None)
     module: object = model if find is None else find()

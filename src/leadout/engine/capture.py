@@ -7,6 +7,7 @@ disk cannot keep up, requests are dropped and counted.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from contextlib import suppress
@@ -17,10 +18,11 @@ from queue import Empty, Full, Queue
 from typing import Any
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from leadout.engine.capture_store import SOURCE, SegmentWriter, info_of_target, sample_id
-from leadout.engine.counters import small_file, write_small
+from leadout.engine.capture_upload import SegmentUploader
+from leadout.engine.counters import remove_small, small_file, write_small
 from leadout.engine.fail_safe import FailSafe, LimitedLog
 from leadout.engine.settings import (
     CAPTURE,
@@ -31,10 +33,19 @@ from leadout.engine.settings import (
     read_section,
 )
 from leadout.engine.vllm_adapter import RequestStatus, engine_index, target_folder
-from leadout.shards import Sample, ShardError
+from leadout.errors import LeadoutError
+from leadout.sealed import Keys
+from leadout.shards import Sample
+from leadout.storage import open_storage
 
 REQUEST_ARGUMENT = "leadout_capture"  # in a request's `vllm_xargs`
 ON = "on"  # any other value opts the request out
+# For requests that cannot carry `vllm_xargs`, such as those of Cohere's API: opts a request out if
+# its id, which clients set with the header `X-Request-Id`, contains it.
+OPT_OUT_ID = "leadout-capture-off"
+# Shorter answers are labels, not text: those of requests for scores and decisions, which cannot opt
+# out (`/generative_scoring`, `/v1/systemone`), and the single tokens of a beam search.
+MIN_RESPONSE = 3
 
 MAX_QUEUED = 256  # requests
 SECONDS_BEFORE_RETRY = 1.0  # after an error of the disk
@@ -53,7 +64,7 @@ class CaptureCounters(BaseModel):
 
     captured: int = 0
     too_slow: int = 0  # dropped: the queue was full
-    disk: int = 0  # dropped: the disk reported an error
+    disk: int = 0  # dropped: writing failed, usually by an error of the disk
     redacted: int = 0  # dropped by the redactor, or because it failed
 
 
@@ -72,16 +83,24 @@ class Capture:
     """A bounded queue of finished requests and the thread that writes them."""
 
     def __init__(
-        self, writer: SegmentWriter, *, rate: float, redact: Redactor, counters_path: Path
+        self,
+        writer: SegmentWriter,
+        *,
+        rate: float,
+        redact: Redactor,
+        counters_path: Path,
+        uploader: SegmentUploader | None = None,
     ) -> None:
         self.counters = CaptureCounters()
         self._writer, self._rate, self._redact = writer, rate, redact
-        self._counters_path = counters_path
+        self._counters_path, self._uploader = counters_path, uploader
         self._queue: Queue[FinishedRequest | None] = Queue(MAX_QUEUED)  # None ends the thread
         self._retry_at = 0.0
         self._log = LimitedLog(logging.WARNING)
         self._thread = threading.Thread(target=self._run, name="leadout-capture", daemon=True)
         self._thread.start()
+        if uploader is not None:
+            uploader.start()
 
     def is_sampled(self, request_id: str) -> bool:
         """Whether this request belongs to the captured fraction; the same for the same id."""
@@ -99,8 +118,10 @@ class Capture:
         with suppress(Full):
             self._queue.put(None, timeout=seconds)
             self._thread.join(seconds)
+        if self._uploader is not None:
+            self._uploader.close(seconds)
         with suppress(OSError):
-            self._counters_path.unlink(missing_ok=True)
+            remove_small(self._counters_path)
 
     def _run(self) -> None:
         published, expired = 0.0, time.monotonic()
@@ -119,9 +140,19 @@ class Capture:
                     write_small(self.counters, self._counters_path)
             if now - expired >= SECONDS_BETWEEN_EXPIRIES:
                 expired = now
-                with suppress(OSError):
-                    self._writer.expire()
-        self._writer.close()
+                self._expire()
+        with suppress(OSError):
+            self._writer.close()
+
+    def _expire(self) -> None:
+        try:
+            self._writer.expire()
+        except Exception as error:  # the thread must live, whatever the error is
+            self._log(
+                "Leadout cannot keep the captured traffic within its limits: %s. Delete the oldest "
+                "files by hand.",
+                _described(error),
+            )
 
     def _write(self, finished: FinishedRequest) -> None:
         sample = self._redacted(finished)
@@ -133,10 +164,10 @@ class Capture:
             return
         try:
             self._writer.add(sample)
-        except (OSError, ShardError) as error:
+        except Exception as error:  # the thread must live, whatever the error is
             self._retry_at = time.monotonic() + SECONDS_BEFORE_RETRY
             self.counters.disk += 1
-            self._warn(str(error))
+            self._warn(_described(error))
         else:
             self.counters.captured += 1
 
@@ -147,18 +178,28 @@ class Capture:
                 return None
             prompt, response = kept
             return Sample(
-                id=sample_id(finished.ended, finished.id),
+                # Not the request's id, which a client can choose (`X-Request-Id`).
+                id=sample_id(finished.ended, secrets.token_hex(8)),
                 source=SOURCE,
                 prompt=prompt,
                 response=response,
                 temperature=finished.temperature,
             )
-        except Exception as error:  # an installed redactor may raise anything
-            self._warn(f"the redactor failed: {type(error).__name__}: {error}")
+        except ValidationError as error:  # its text would quote what the user wrote
+            what = "expected two lists of token ids"
+            self._warn(f"the redactor returned {error.error_count()} wrong values, {what}")
+            return None
+        except Exception as error:  # its text, too, may quote what the user wrote
+            self._warn(f"the redactor failed with {type(error).__name__}")
             return None
 
     def _warn(self, problem: str) -> None:
         self._log("Leadout drops requests from the captured traffic: %s. Serving goes on.", problem)
+
+
+def _described(error: Exception) -> str:
+    expected = isinstance(error, OSError | LeadoutError)
+    return str(error) if expected else f"{type(error).__name__}: {error}"
 
 
 def make_capture(vllm_config: Any) -> Capture:
@@ -167,17 +208,27 @@ def make_capture(vllm_config: Any) -> Capture:
     model = vllm_config.model_config.model
     if settings.folder is None:
         raise EngineSettingsError("additional_config: leadout.capture.folder is required.")
+    uploader = None
+    if settings.upload is not None:
+        uploader = SegmentUploader(
+            settings.folder,
+            open_storage(settings.upload),
+            max_bytes=settings.max_bytes,
+            max_seconds=settings.max_days * 86400,
+        )
     writer = SegmentWriter(
         settings.folder,
         lambda: info_of_target(model, target_folder(vllm_config)),
         max_bytes=settings.max_bytes,
         max_seconds=settings.max_days * 86400,
+        seal=Keys.read(settings.key).seal,
     )
     return Capture(
         writer,
         rate=settings.rate,
         redact=load_redactor(settings.redactor),
         counters_path=small_file(CAPTURE, vllm_config.instance_id, engine_index(vllm_config)),
+        uploader=uploader,
     )
 
 
@@ -221,7 +272,9 @@ def finished_request(request: Any) -> FinishedRequest | None:
         return None
     if (params.extra_args or {}).get(REQUEST_ARGUMENT, ON) != ON:
         return None
+    if OPT_OUT_ID in request.request_id:
+        return None
     prompt, response = request.prompt_token_ids, list(request.output_token_ids)
-    if not response:
+    if len(response) < MIN_RESPONSE:
         return None
     return FinishedRequest(request.request_id, prompt, response, params.temperature)

@@ -6,11 +6,13 @@
 
 A segment is named after its start time and the process that writes it. A sample's id begins
 with the time at which its request ended, so ids sort by time. Samples are token ids, which only
-mean something to the target they came from: a folder belongs to one target.
+mean something to the target they came from: a folder belongs to one target. With a key, lines are
+encrypted (`leadout.sealed`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import time
@@ -21,9 +23,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from leadout.files import write_text
+from leadout.files import FileError, first_problem, write_text
 from leadout.models import fingerprint
 from leadout.shards import Sample, ShardError
+from leadout.storage import Storage, open_storage
 
 INFO = "capture.json"
 SOURCE = "traffic"  # `source` of every captured sample
@@ -33,6 +36,7 @@ MAX_SEGMENT_BYTES = 8 << 20
 MAX_SEGMENT_SECONDS = 3600.0
 # Whole segments are deleted, so a segment is at most this fraction of a limit.
 MIN_SEGMENTS_PER_LIMIT = 8
+CLOSED = -1  # no file has this descriptor: writing to it fails
 
 
 class CaptureInfo(BaseModel):
@@ -50,29 +54,33 @@ def info_of_target(model: str, folder: Path) -> CaptureInfo:
     )
 
 
-def read_info(folder: Path) -> CaptureInfo:
-    path = folder / INFO
+_REMEDY = "The file is not as `leadout serve --capture` writes it; capture into a new folder."
+
+
+def read_info(place: Path | str | Storage) -> CaptureInfo:
+    storage = place if isinstance(place, Storage) else open_storage(str(place))
+    path = storage.where(INFO)
     try:
-        return CaptureInfo.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise ShardError(
-            f"{path} does not exist. Name the folder that was given to `leadout serve --capture`."
-        ) from None
+        stored = storage.read(INFO)
+        if stored is None:
+            raise ShardError(
+                f"{path} does not exist. Name the folder that was given to `leadout serve "
+                "--capture`, or the URL of --capture-upload."
+            )
+        return CaptureInfo.model_validate_json(stored.content)
+    except FileError as problem:
+        raise ShardError(f"{problem} {_REMEDY}") from None
     except ValidationError as problem:
-        first = problem.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "content"
-        raise ShardError(
-            f"{path}: {field}: {first['msg']}. The file is not as `leadout serve --capture` writes "
-            "it; capture into a new folder."
-        ) from None
+        raise ShardError(f"{path}: {first_problem(problem)}. {_REMEDY}") from None
 
 
-def require_same_target(folder: Path, info: CaptureInfo) -> None:
-    """Refuse a folder with the traffic of another target."""
-    existing = read_info(folder)
+def require_same_target(place: Path | Storage, info: CaptureInfo, flag: str = "--capture") -> None:
+    """Refuse a place with the traffic of another target."""
+    existing = read_info(place)
     if existing.target_fingerprint != info.target_fingerprint:
+        where = place.address if isinstance(place, Storage) else place
         raise ShardError(
-            f"--capture {folder} holds traffic of {existing.target} (fingerprint "
+            f"{flag} {where} holds traffic of {existing.target} (fingerprint "
             f"{existing.target_fingerprint[:12]}), not of {info.target} "
             f"({info.target_fingerprint[:12]}). Capture into a new folder."
         )
@@ -80,12 +88,25 @@ def require_same_target(folder: Path, info: CaptureInfo) -> None:
 
 def segment_paths(folder: Path) -> list[Path]:
     """The segments of a folder, oldest first; servers may still be writing to the last ones."""
-    return sorted(path for path in folder.iterdir() if _SEGMENT.fullmatch(path.name))
+    return sorted(path for path in folder.iterdir() if is_segment(path.name))
+
+
+def is_segment(name: str) -> bool:
+    return _SEGMENT.fullmatch(name) is not None
 
 
 def segment_name(started: datetime, process: int) -> str:
     """`started` is in UTC."""
     return f"traffic-{started:%Y%m%dT%H%M%S.%f}-{process}.jsonl"
+
+
+def segment_start(name: str) -> float | None:
+    """The Unix time in the name of a segment; None if it is no time."""
+    try:
+        started = datetime.strptime(name.split("-")[1], "%Y%m%dT%H%M%S.%f")
+    except (IndexError, ValueError):
+        return None
+    return started.replace(tzinfo=UTC).timestamp()
 
 
 def sample_id(ended: datetime, request: str) -> str:
@@ -101,10 +122,19 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, folder: Path, info: Callable[[], CaptureInfo], *, max_bytes: int, max_seconds: float
+        self,
+        folder: Path,
+        info: Callable[[], CaptureInfo],
+        *,
+        max_bytes: int,
+        max_seconds: float,
+        seal: Callable[[bytes], bytes] = lambda line: line,
     ) -> None:
-        """`info` is called with the first sample: a target's fingerprint takes time."""
-        self._folder, self._info = folder, info
+        """`info` is called with the first sample: a target's fingerprint takes time.
+
+        `seal` encrypts a line.
+        """
+        self._folder, self._info, self._seal = folder, info, seal
         self._max_bytes, self._max_seconds = max_bytes, max_seconds
         self._segment_bytes = min(MAX_SEGMENT_BYTES, max_bytes // MIN_SEGMENTS_PER_LIMIT)
         self._segment_seconds = min(MAX_SEGMENT_SECONDS, max_seconds / MIN_SEGMENTS_PER_LIMIT)
@@ -113,7 +143,7 @@ class SegmentWriter:
 
     def add(self, sample: Sample) -> None:
         """Write one line; after an OSError no part of it is in the file."""
-        line = sample.model_dump_json().encode() + b"\n"
+        line = self._seal(sample.model_dump_json().encode() + b"\n")
         self._close_if_done(len(line))
         if self._segment is None:
             self._prepare_folder()
@@ -122,18 +152,21 @@ class SegmentWriter:
         try:
             self._segment.write(line)
         except OSError:
-            self.close()
+            with suppress(OSError):  # the first error says more
+                self.close()
             raise
 
     def expire(self) -> None:
         """Enforce the limits; to be called now and then, also without traffic."""
-        self._close_if_done(0)
-        self._delete_oldest(self._max_bytes)
+        try:
+            self._close_if_done(0)
+        finally:
+            self._delete_oldest(self._max_bytes)
 
     def close(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        segment, self._segment = self._segment, None  # given up even if closing it fails
+        if segment is not None:
+            segment.close()
 
     def _close_if_done(self, next_bytes: int) -> None:
         if self._segment is not None and (
@@ -164,10 +197,18 @@ class SegmentWriter:
                 with suppress(FileNotFoundError):  # another process has deleted it
                     closed.append((path, path.stat()))
         total += sum(stat.st_size for _, stat in closed)
+        kept: list[str] = []
         for path, stat in closed:
             if total > max_bytes or time.time() - stat.st_mtime > self._max_seconds:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as problem:
+                    kept.append(f"{path} cannot be deleted: {problem.strerror}")
+                    continue
                 total -= stat.st_size
+        if kept:
+            more = f" (and {len(kept) - 1} more files)" if len(kept) > 1 else ""
+            raise OSError(kept[0] + more)
 
 
 class _Segment:
@@ -177,6 +218,9 @@ class _Segment:
         self.path = folder / segment_name(datetime.now(UTC), os.getpid())
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._handle = os.open(self.path, flags, 0o600)
+        with suppress(OSError):  # no locks here: then nothing is uploaded from here either
+            # It waits: an uploader may hold the lock while it finds out that the file is empty.
+            fcntl.flock(self._handle, fcntl.LOCK_EX)
         self.started = time.monotonic()
         self.size = 0
 
@@ -189,6 +233,11 @@ class _Segment:
         raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?")
 
     def close(self) -> None:
-        os.close(self._handle)
-        if self.size == 0:
-            self.path.unlink(missing_ok=True)
+        # The system frees the number of the descriptor even if it reports an error. The number may
+        # belong to another file a moment later, so it is forgotten before anything can fail.
+        handle, self._handle = self._handle, CLOSED
+        try:
+            os.close(handle)
+        finally:
+            if self.size == 0:
+                self.path.unlink(missing_ok=True)

@@ -8,7 +8,8 @@ must not end the command that asked, and its log lines go into a file instead of
 owner. The owner holds the write end of a pipe whose read end is FD. However the owner ends -
 returns, raises, is killed with SIGKILL - the kernel closes its end, and the guard then stops the
 command and all processes that it started. It finds vLLM's engine core and workers even when their
-parent is gone, because it adopts orphans.
+parent is gone, because it adopts orphans. Then it removes the folder that the variable
+LEADOUT_GUARD_REMOVES names, if there is one: hidden states of users' text, for example.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from pydantic import BaseModel, ConfigDict
 from leadout.errors import LeadoutError
 
 LOG_TAIL_LINES = 40
+GUARD_REMOVES = "LEADOUT_GUARD_REMOVES"
 EXIT_SECONDS = 30.0  # for a child to exit after its last request
 # Set by torchrun; vLLM would take the trainer's ranks and rendezvous address for its own.
 _TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -55,6 +58,11 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a process that runs vLLM."""
+    return {name: value for name, value in environment.items() if not name.startswith(_TORCHRUN)}
+
+
 def ignore_progress(_: str) -> None:
     """The default for callers that show no progress."""
 
@@ -71,11 +79,7 @@ class Child:
     ) -> None:
         self._module = module
         self._log = log
-        self._environment = {
-            name: value
-            for name, value in {**os.environ, **(environment or {})}.items()
-            if not name.startswith(_TORCHRUN)
-        }
+        self._environment = without_torchrun({**os.environ, **(environment or {})})
         self._temporary_log: Path | None = None
         self._is_dead = False
         self._process: subprocess.Popen[str]
@@ -207,6 +211,7 @@ def main(arguments: list[str]) -> int:
     if separator != "--" or not command:
         raise SystemExit("usage: python -m leadout.engine.child_process FD -- COMMAND...")
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    folder = os.environ.pop(GUARD_REMOVES, None)  # not for guards of the command
     stop_requested = False
 
     def request_stop(_signal: int, _frame: FrameType | None) -> None:
@@ -221,6 +226,8 @@ def main(arguments: list[str]) -> int:
         readable, _, _ = select.select([lifeline], [], [], POLL_SECONDS)
         stop_requested = stop_requested or bool(readable)
     _stop_with_descendants(child)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

@@ -2,7 +2,8 @@
 
 vLLM's own messages between its processes have no field for Leadout's counters. The engine process
 writes a small file about once a second, the API process reads it on demand; both derive its name
-from vLLM's instance id.
+from vLLM's instance id. The files are in a folder of the engine's process (`process_folders`), so
+that other users of the machine can neither read nor forge them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
+
+from leadout.engine.process_folders import PRIVATE, claim, is_ours, private_folder, release
+from leadout.files import FileError, read_model
 
 WINDOW_SECONDS = 60
+SUFFIX = ".json"
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Key = TypeVar("Key", bound=Hashable)
@@ -50,7 +55,7 @@ class SlidingWindow(Generic[Key]):
 
 
 def small_file(kind: str, instance: str, engine: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"leadout-{kind}-{os.getuid()}-{instance}-{engine}.json"
+    return private_folder() / instance / f"{kind}-{engine}{SUFFIX}"
 
 
 def write_small(content: BaseModel, path: Path) -> None:
@@ -59,6 +64,8 @@ def write_small(content: BaseModel, path: Path) -> None:
     Unlike `leadout.files.write_text` it does not wait for the disk: the scheduler calls it between
     steps, and the file need not survive a crash.
     """
+    if path.parent.parent.name == PRIVATE:
+        claim(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -70,8 +77,18 @@ def write_small(content: BaseModel, path: Path) -> None:
 
 
 def read_small(path: Path, kind: type[_Model]) -> _Model | None:
-    """The content; None if there is no file or it cannot be parsed."""
+    """The content; None if there is no file of ours or it cannot be parsed."""
+    private = [path.parent.parent] if path.parent.parent.name == PRIVATE else []
     try:
-        return kind.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):
+        if not all(map(is_ours, [path.parent, *private])):
+            return None
+        return read_model(path, kind)
+    except (FileError, OSError):
         return None
+
+
+def remove_small(path: Path) -> None:
+    """Remove the file, and with the last one of an engine its folder."""
+    path.unlink(missing_ok=True)
+    if not any(path.parent.glob(f"*{SUFFIX}")):
+        release(path.parent)

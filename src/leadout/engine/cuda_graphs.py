@@ -144,11 +144,13 @@ def _request_counts(largest: int) -> list[int]:
 
 
 def graph_notes(vllm_config: Any) -> list[str]:
-    """Where full graphs end before the largest batch that this server may have."""
+    """Where full graphs end before the largest batch that this server may have in one step."""
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    batches = {k: min(most, budget // (1 + k)) for k, most in draft_lengths(vllm_config).items()}
     return [
         f"full CUDA graphs end at {end} requests with K = {k}; larger batches decode in piecewise "
         f"graphs. {MAX_SIZE_FLAG} {(1 + k) * batch} would cover {batch}, for more memory and a "
         "longer start"
-        for k, batch in draft_lengths(vllm_config).items()
+        for k, batch in batches.items()
         if (end := uncovered(vllm_config, {k: batch}).get(k)) is not None
     ]

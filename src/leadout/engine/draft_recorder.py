@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+
+from leadout.checkpoints.store import load_tensors
+from leadout.engine.child_process import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,21 @@ def _named(prefix: str, record: RecordedContext | RecordedBlock) -> dict[str, Te
 
 
 def read_texts(path: Path) -> list[RecordedText]:
-    return [
-        RecordedText(
-            part["tokens"],
-            part.record(RecordedContext),
-            [block.record(RecordedBlock) for block in part.numbered("block.")],
-        )
-        for part in _Names(load_file(path)).numbered("")
-    ]
+    tensors = load_tensors(path)
+    try:
+        return [
+            RecordedText(
+                part["tokens"],
+                part.record(RecordedContext),
+                [block.record(RecordedBlock) for block in part.numbered("block.")],
+            )
+            for part in _Names(tensors).numbered("")
+        ]
+    except KeyError as problem:
+        raise EngineError(
+            f"{path} lacks the tensor {problem}, so the engine did not finish writing it. Run the "
+            "command again."
+        ) from None
 
 
 _Record = TypeVar("_Record", RecordedContext, RecordedBlock)

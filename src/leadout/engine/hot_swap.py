@@ -25,23 +25,35 @@ from leadout.checkpoints import load_weights, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import followed_registry
 from leadout.engine.staging import RuntimeWeights, StagedSwap, runtime_weights, stage
-from leadout.engine.vllm_adapter import call_workers, is_asleep, target_folder
+from leadout.engine.vllm_adapter import (
+    call_workers,
+    is_asleep,
+    target_folder,
+    watch_for_failure,
+)
 from leadout.errors import LeadoutError
+from leadout.files import FileError
 from leadout.models import fingerprint
-from leadout.registry import Registry
+from leadout.registry import Manifest, MissingVersionError, Registry, RegistryError
+from leadout.storage import StorageError
 
 logger = logging.getLogger("vllm.leadout")
 
 POLL_SECONDS = 0.1
 MAX_READ_SECONDS = 600.0
 ASLEEP = "the engine is asleep or paused"
+NOTHING_READ = "no version is being read"
 
 
 class SwapRefusedError(LeadoutError):
-    """The version cannot be served; the server continues with its current drafter."""
+    """The version can never be served; the server continues with its current drafter."""
 
 
-class EngineAsleepError(SwapRefusedError):
+class NotNowError(LeadoutError):
+    """The version could not be loaded this time; the server continues with its current drafter."""
+
+
+class EngineAsleepError(NotNowError):
     """The weights of a sleeping engine have no memory; the swap is possible once it is awake."""
 
     def __init__(self, version: int) -> None:
@@ -75,34 +87,77 @@ class Swapper:
     def __init__(self, engine: Any, engines: int = 1) -> None:
         """`engines` of a server with data parallelism swap together."""
         self._engine, self._engines = engine, engines
+        self._is_reset_pending = False
+        self.has_failed = watch_for_failure(engine)
 
     async def _call(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return await call_workers(self._engine, self._engines, method, args)
 
     async def swap(self, version: int) -> Swapped:
-        """Replace the drafter by `version`; SwapRefusedError if nothing has changed."""
+        """Replace the drafter by `version`.
+
+        Nothing has changed after SwapRefusedError, if the version can never be loaded, and after
+        NotNowError, if trying again may help.
+        """
         started = time.monotonic()
         try:
             await self._stage(version)
             read_seconds = time.monotonic() - started
             await self._require_awake(version)
-            results = await self._call("leadout_commit", (version,))
-            errors = _errors(results)
+            results, errors = await self._commit(version)
             if ASLEEP in errors:  # fell asleep just now; workers do so together, before the call
                 raise EngineAsleepError(version)
             if errors:
-                undone = _errors(await self._call("leadout_undo"))
-                if undone:
-                    raise SwapFailedError(
-                        f"the previous drafter could not be loaded again: {undone[0]}"
-                    )
-                raise SwapRefusedError(f"version {version} could not be loaded: {errors[0]}")
+                await self._undo()
+                raise NotNowError(f"version {version} could not be loaded: {errors[0]}")
         finally:
-            await self._call("leadout_end")
-        at = time.time()
-        emptied = await self._engine.reset_prefix_cache()
+            await self._end()
+        # The workers run the new version. Whatever fails from here on does not change that.
+        at, self._is_reset_pending = time.time(), True
+        emptied = await self.finish()
         pause = max(result["seconds"] for result in results)
-        return Swapped(len(results), read_seconds, pause, bool(emptied), at)
+        return Swapped(len(results), read_seconds, pause, emptied, at)
+
+    async def finish(self) -> bool:
+        """Separate new requests from the old drafter's cache, unless that is done.
+
+        To be called again if it failed: until then new requests may find the old drafter's entries,
+        and none is counted for the new version.
+        """
+        if not self._is_reset_pending:
+            return False
+        try:
+            emptied = bool(await self._engine.reset_prefix_cache())
+        except Exception as error:
+            logger.warning(
+                "Leadout could not reset the prefix cache after a swap: %s: %s. It tries again.",
+                type(error).__name__,
+                error,
+            )
+            return False
+        self._is_reset_pending = False
+        return emptied
+
+    async def _commit(self, version: int) -> tuple[list[dict[str, Any]], list[str]]:
+        try:
+            results = await self._call("leadout_commit", (version,))
+        except Exception as error:  # then some workers may have loaded it
+            return [], [f"{type(error).__name__}: {error}"]
+        return results, _errors(results)
+
+    async def _undo(self) -> None:
+        try:
+            errors = _errors(await self._call("leadout_undo"))
+        except Exception as error:
+            errors = [f"{type(error).__name__}: {error}"]
+        if errors:
+            raise SwapFailedError(f"the previous drafter could not be loaded again: {errors[0]}")
+
+    async def _end(self) -> None:
+        try:
+            await self._call("leadout_end")
+        except Exception as error:
+            logger.warning("Leadout could not free staged weights: %s", error)
 
     async def _require_awake(self, version: int) -> None:
         if await self._engine.is_sleeping():
@@ -117,17 +172,36 @@ class Swapper:
             errors = _errors(states)
             if ASLEEP in errors:
                 raise EngineAsleepError(version)
+            final = _errors([state for state in states if state["final"]])
+            if final:
+                raise SwapRefusedError(final[0])
             if errors:
-                raise SwapRefusedError(errors[0])
+                raise NotNowError(errors[0])
             if all(state["done"] for state in states):
                 break
             if time.monotonic() > deadline:
-                raise SwapRefusedError(
+                raise NotNowError(
                     f"reading version {version} took longer than {MAX_READ_SECONDS:.0f} s"
                 )
             await asyncio.sleep(POLL_SECONDS)
         if len({state["digest"] for state in states}) != 1:
-            raise SwapRefusedError(f"the workers read different files of version {version}")
+            raise NotNowError(f"the workers read different files of version {version}")
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether trying again cannot help: the version itself is wrong, and versions never change.
+
+    An error of storage or memory says nothing about the version, even if it was reported as one of
+    the checkpoint that could not be read.
+    """
+    if isinstance(error, NotNowError | SwapFailedError | FileError | MissingVersionError):
+        return False
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError | MemoryError):
+            return False
+        cause = cause.__cause__ or cause.__context__
+    return isinstance(error, LeadoutError)
 
 
 def _errors(results: list[dict[str, Any]]) -> list[str]:
@@ -143,6 +217,29 @@ class LoadedVersion:
     digest: str  # of the manifest, which contains the hashes of all files
 
 
+def version_to_start_with(registry: Registry, target: Path) -> tuple[int, LeadoutError | None]:
+    """The pointer's version, or its nearest ancestor that can be served and what is wrong with it.
+
+    Servers that run refuse a version that cannot be served and keep theirs. One that starts at such
+    a moment must come up, too. It raises what is wrong if there is no such ancestor.
+    """
+    version = registry.require_pointer().version
+    problem: LeadoutError | None = None
+    while True:
+        try:
+            _require_target(registry.verify(version), target)
+            load_weights(read_checkpoint(registry.path(version)))
+            return version, problem
+        except StorageError:  # says nothing about the version, like an OSError of a folder
+            raise
+        except LeadoutError as found:
+            problem = problem or found
+        try:
+            version = registry.good_ancestor(version)
+        except RegistryError:
+            raise problem from None
+
+
 def load_version(
     registry: Registry, version: int, serving: DrafterConfig, target: Path
 ) -> LoadedVersion:
@@ -151,25 +248,30 @@ def load_version(
     Its files must be those that were published, for this target, with all values finite, and its
     configuration must be that of the drafter in service: only weights can be replaced.
     """
-    manifest = registry.verify(version)
+    with registry.private_copy(version) as (manifest, folder):
+        _require_target(manifest, target)
+        checkpoint = read_checkpoint(folder)
+        for field in fields(DrafterConfig):
+            new, current = getattr(checkpoint.config, field.name), getattr(serving, field.name)
+            if new != current:
+                raise SwapRefusedError(
+                    f"version {version} has {field.name} {new!r}, but the drafter in service has "
+                    f"{current!r}. A running server can replace weights only; restart it to serve "
+                    "this version."
+                )
+        weights = load_weights(checkpoint)
+    digest = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
+    return LoadedVersion(version, weights, digest)
+
+
+def _require_target(manifest: Manifest, target: Path) -> None:
     target_fingerprint = _fingerprint(target)
     if manifest.target_fingerprint != target_fingerprint:
         raise SwapRefusedError(
-            f"version {version} was trained for the target with fingerprint "
+            f"version {manifest.version} was trained for the target with fingerprint "
             f"{manifest.target_fingerprint[:12]}, but this server's target has "
             f"{target_fingerprint[:12]}. Use a separate registry for every target."
         )
-    checkpoint = read_checkpoint(registry.path(version))
-    for field in fields(DrafterConfig):
-        new, current = getattr(checkpoint.config, field.name), getattr(serving, field.name)
-        if new != current:
-            raise SwapRefusedError(
-                f"version {version} has {field.name} {new!r}, but the drafter in service has "
-                f"{current!r}. A running server can replace weights only; restart it to serve "
-                "this version."
-            )
-    digest = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
-    return LoadedVersion(version, load_weights(checkpoint), digest)
 
 
 # Computed once per process: the files of a served target do not change.
@@ -194,8 +296,13 @@ class SwapExtension:
     def leadout_state(self) -> dict[str, Any]:
         stager = getattr(self, "_leadout_stager", None)
         if stager is None:
-            return {"done": True, "error": "no version is being read", "digest": None}
-        return {"done": stager.is_done, "error": stager.error, "digest": stager.digest}
+            return {"done": True, "error": NOTHING_READ, "digest": None, "final": False}
+        return {
+            "done": stager.is_done,
+            "error": stager.error,
+            "digest": stager.digest,
+            "final": stager.is_error_final,
+        }
 
     def leadout_commit(self, version: int) -> dict[str, Any]:
         stager = getattr(self, "_leadout_stager", None)
@@ -237,6 +344,7 @@ class _Stager:
         self.staged: StagedSwap | None = None
         self.digest: str | None = None
         self.error: str | None = None
+        self.is_error_final = False
         self._worker = worker
         self._previous: RuntimeWeights | None = None
         self._thread = threading.Thread(target=self._stage, name="leadout-swap", daemon=True)
@@ -281,4 +389,5 @@ class _Stager:
             del loaded  # before the copy, for the sake of memory
             self.staged = StagedSwap(drafter, new, self._previous or self._copy_of_serving())
         except Exception as error:  # reported to the Swapper
+            self.is_error_final = is_final(error)
             self.error = str(error) or type(error).__name__

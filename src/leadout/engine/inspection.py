@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from leadout.engine.child_process import Message
+from leadout.checkpoints.store import load_tensors
+from leadout.engine.child_process import EngineError
 from leadout.engine.hot_swap import SwapExtension
+from leadout.engine.step_records import ServerFacts, server_facts
 from leadout.engine.vllm_adapter import DRAFT_RECORDING, is_usable, model_runner
 
 INSPECTION = f"{__name__}.InspectionExtension"
@@ -27,26 +29,19 @@ INSPECTION_AND_SWAP = f"{__name__}.InspectionAndSwapExtension"
 MAX_STEPS = 256  # that one recording keeps
 
 
-class WorkerFacts(Message):
+class WorkerFacts(ServerFacts):
     """What vLLM has resolved on one worker."""
 
     draft_class: str | None  # with its module; None without a drafter
-    model_runner: Literal["V1", "V2"]
-    async_scheduling: bool
-    cudagraph_mode: str
     draft_tokens: int  # K, at most
-    dtype: str  # of the target
     device: str
 
 
-def facts_of(vllm_config: Any, draft_class: str | None) -> WorkerFacts:
+def worker_facts(vllm_config: Any, draft_class: str | None) -> WorkerFacts:
     return WorkerFacts(
+        **dict(server_facts(vllm_config)),
         draft_class=draft_class,
-        model_runner=model_runner(vllm_config),
-        async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
-        cudagraph_mode=vllm_config.compilation_config.cudagraph_mode.name,
         draft_tokens=vllm_config.num_speculative_tokens,
-        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
         device=str(vllm_config.device_config.device_type),
     )
 
@@ -72,10 +67,16 @@ def write_steps(steps: Sequence[DraftStep], path: Path) -> None:
 
 
 def read_steps(path: Path) -> list[DraftStep]:
-    tensors = load_file(path)
+    tensors = load_tensors(path)
     names = [each.name for each in fields(DraftStep)]
-    count = len(tensors) // len(names)
-    return [DraftStep(*(tensors[f"{number}.{name}"] for name in names)) for number in range(count)]
+    steps = range(len(tensors) // len(names))
+    try:
+        return [DraftStep(*(tensors[f"{number}.{name}"] for name in names)) for number in steps]
+    except KeyError as problem:
+        raise EngineError(
+            f"{path} lacks the tensor {problem}, so the engine did not finish writing it. Run the "
+            "command again."
+        ) from None
 
 
 class DraftStepRecorder:
@@ -171,7 +172,7 @@ class InspectionExtension:
         drafter = worker.get_draft_model()
         kind = None if drafter is None else type(drafter)
         name = None if kind is None else f"{kind.__module__}.{kind.__qualname__}"
-        return facts_of(worker.vllm_config, name).model_dump()
+        return worker_facts(worker.vllm_config, name).model_dump()
 
     def leadout_record(self) -> None:
         worker: Any = self

@@ -26,6 +26,7 @@ from leadout.engine.counters import (
     WINDOW_SECONDS,
     SlidingWindow,
     read_small,
+    remove_small,
     small_file,
     write_small,
 )
@@ -248,7 +249,7 @@ class LiveControl:
         self._last_ids = ()
 
     def close(self) -> None:
-        self._metrics_path.unlink(missing_ok=True)
+        remove_small(self._metrics_path)
 
     def _limits_of(self, requests: Sequence[Any], request_ids: Sequence[str]) -> Ints | None:
         """None if no request has a limit of its own."""

@@ -11,16 +11,20 @@ which the load is constant.
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, Field, ValidationError
 
 from leadout.engine.child_process import EngineError, Message
+from leadout.errors import shortened, shown
+from leadout.files import first_problem
 from leadout.stats import percentile
 
 if TYPE_CHECKING:
@@ -29,6 +33,39 @@ if TYPE_CHECKING:
 _DATA = b"data: "
 _DONE = b"[DONE]"
 _COUNTERS = "vllm:spec_decode_num_"
+
+
+class Usage(BaseModel):
+    """Tokens of a request so far."""
+
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+
+
+class _Chunk(BaseModel):
+    """A part of a streamed response, as far as it is needed."""
+
+    error: Any = None
+    usage: Usage | None = None
+
+
+def usage_in(data: bytes) -> Usage:
+    """The counts in a part of a streamed response."""
+    try:
+        chunk = _Chunk.model_validate_json(data)
+    except ValidationError as problem:
+        raise EngineError(
+            f"The server's stream is not as vLLM writes it ({first_problem(problem)}). Check that "
+            "the address is that of a vLLM server."
+        ) from None
+    if chunk.error is not None:
+        raise EngineError(f"The server reported {shown(chunk.error)}.")
+    if chunk.usage is None:
+        raise EngineError(
+            "The server's stream has no counts of tokens, which vLLM sends on request. Check that "
+            "the address is that of a vLLM server."
+        )
+    return chunk.usage
 
 
 def client_session(api_key: str | None = None) -> ClientSession:
@@ -44,13 +81,20 @@ def client_session(api_key: str | None = None) -> ClientSession:
 
 def api_key_of(flags: Sequence[str]) -> str | None:
     """The key that a server asks for: of its flags, or of its environment."""
-    return flag_value("--api-key", flags) or os.environ.get("VLLM_API_KEY")
+    return flag_value(flags, "--api-key") or os.environ.get("VLLM_API_KEY")
 
 
-def flag_value(name: str, flags: Sequence[str]) -> str | None:
-    """The value of a flag, also of one written as `--name=value`; None without it."""
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    return words[words.index(name) + 1] if name in words[:-1] else None
+def flag_value(flags: Sequence[str], *names: str) -> str | None:
+    """The value of a flag with any of these names; None without it.
+
+    As vLLM reads it: also written as `--name=value` or with underscores, and the last one counts.
+    """
+    found = None
+    for place, flag in enumerate(flags):
+        written, equals, value = flag.partition("=")
+        if written.replace("_", "-") in names:
+            found = value if equals else next(iter(flags[place + 1 :]), None)
+    return found
 
 
 class LoadRequest(Message):
@@ -245,7 +289,7 @@ class ServerLoad:
             async for line in response.content:
                 data = line[len(_DATA) :].strip()
                 if line.startswith(_DATA) and data != _DONE:
-                    self._receive(client, stream, json.loads(data))
+                    self._receive(client, stream, usage_in(data))
         if not self._request.stop_at_end_of_text and stream.tokens != tokens:
             raise EngineError(
                 f"A response has {stream.tokens} tokens, expected {tokens}: increase "
@@ -256,12 +300,8 @@ class ServerLoad:
             self._window.end_of(stream)
         del self._streams[client]
 
-    def _receive(self, client: int, stream: _Stream, chunk: dict[str, object]) -> None:
-        if "error" in chunk:
-            raise EngineError(f"The server reported {chunk['error']}.")
-        usage = chunk.get("usage")
-        assert isinstance(usage, dict)
-        new = usage["completion_tokens"] - stream.tokens
+    def _receive(self, client: int, stream: _Stream, usage: Usage) -> None:
+        new = usage.completion_tokens - stream.tokens
         if new <= 0:
             return  # the role, and the end of the stream
         now, before = self._clock.seconds, stream.last
@@ -274,7 +314,7 @@ class ServerLoad:
         window.tokens += new
         if before is None:
             window.ttfts.append(now - stream.sent)
-            window.prompt_tokens += usage["prompt_tokens"]
+            window.prompt_tokens += usage.prompt_tokens
         else:
             window.gaps.append(now - before)
             stream.window_seconds += now - before
@@ -376,18 +416,26 @@ def parse_counters(metrics: str) -> DraftCounters:
 
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
-    for family in text_string_to_metric_families(metrics):
-        if not family.name.startswith(_COUNTERS):
-            continue
-        for sample in family.samples:
-            if not sample.name.endswith("_total"):
+    try:
+        for family in text_string_to_metric_families(metrics):
+            if not family.name.startswith(_COUNTERS):
                 continue
-            name = sample.name.removeprefix(_COUNTERS).removesuffix("_total")
-            if "position" in sample.labels:
-                place = int(sample.labels["position"])
-                positions[place] = positions.get(place, 0.0) + sample.value
-            else:
-                totals[name] = totals.get(name, 0.0) + sample.value
+            for sample in family.samples:
+                if not sample.name.endswith("_total"):
+                    continue
+                if not math.isfinite(sample.value):
+                    raise ValueError(f"{sample.name} is {sample.value}")
+                name = sample.name.removeprefix(_COUNTERS).removesuffix("_total")
+                if "position" in sample.labels:
+                    place = int(sample.labels["position"])
+                    positions[place] = positions.get(place, 0.0) + sample.value
+                else:
+                    totals[name] = totals.get(name, 0.0) + sample.value
+    except (ValueError, LookupError, TypeError, AttributeError) as problem:  # the parser's
+        raise EngineError(
+            f"The server's /metrics are not as vLLM writes them ({shortened(str(problem))}). Check "
+            "that the address is that of a vLLM server."
+        ) from None
     return DraftCounters(
         drafts=totals.get("drafts", 0.0),
         draft_tokens=totals.get("draft_tokens", 0.0),

@@ -31,13 +31,14 @@ from typing import Any, Self
 import vllm
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from vllm.platforms import current_platform
 
 from leadout.engine.capture import CaptureCounters
 from leadout.engine.counters import WINDOW_SECONDS, SlidingWindow, read_small, small_file
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveMetrics, live_metrics_file, read_live_metrics
 from leadout.engine.plugin import SWITCH
-from leadout.engine.settings import CAPTURE, sections_of
+from leadout.engine.settings import CAPTURE, SCHEDULER, sections_of
 from leadout.engine.vllm_adapter import (
     METRICS,
     AggregateStatLoggerBase,
@@ -287,6 +288,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
             os.environ,
             remedy=f"run `leadout check {target} {drafter}`, or serve without the drafter",
         )
+        _warn_of_sampling(vllm_config)
         if _registered is not None:
             REGISTRY.unregister(_registered)
             _registered = None
@@ -329,6 +331,23 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
                 add_live_metrics(live, labels, live_metrics_file(self._instance, engine))
                 add_capture_counters(capture, labels, small_file(CAPTURE, self._instance, engine))
         return [length, rate, *(family for family in (*live, *capture) if family.samples)]
+
+
+def _warn_of_sampling(vllm_config: Any) -> None:
+    """Under stock `vllm serve`, say how to avoid faults of vLLM that end servers on CPUs."""
+    scheduling = getattr(vllm_config, "scheduler_config", None)
+    if scheduling is None or not current_platform.is_cpu() or scheduling.scheduler_cls == SCHEDULER:
+        return
+    faults = ["top_k but no top_p"] if is_dflash(vllm_config) else []
+    if scheduling.enable_chunked_prefill:
+        faults.append("a seed, if its prompt is computed in parts")
+    if faults:
+        logger.warning(
+            "On CPUs, vLLM 0.32 ends when it samples for a request with %s. Start the server with "
+            "--scheduler-cls %s, or with `leadout serve`, which does so.",
+            ", or with ".join(faults),
+            SCHEDULER,
+        )
 
 
 def _is_wanted(vllm_config: Any) -> bool:

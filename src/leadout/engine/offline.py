@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from leadout.dflash.target import UnsupportedTargetError
 from leadout.engine.child_process import (
     EngineError,
     Message,
@@ -33,8 +34,24 @@ from leadout.engine.child_process import (
 )
 from leadout.engine.draft_recorder import DraftRecorder, RecordedText, write_texts
 from leadout.engine.settings import SCHEDULER
+from leadout.engine.vllm_flags import engine_arguments
+from leadout.pairing.target import read_any_config
 
 SESSION_CONCURRENCY = 16
+CPU_STEP_TOKENS = 4096  # vLLM's own default of max_num_batched_tokens there
+# What a session sets itself, as `engine_arguments` takes it.
+_REMOVE = "remove the flag"
+_NAME_DRAFTER = "name the drafter instead"
+SESSION_SETTINGS = {
+    "dtype": "use --dtype of the command, if it has one, or remove the flag",
+    "max_model_len": _REMOVE,
+    "max_num_seqs": _REMOVE,
+    "seed": _REMOVE,
+    "speculative_config": _NAME_DRAFTER,
+    "spec_method": _NAME_DRAFTER,
+    "spec_model": _NAME_DRAFTER,
+    "spec_tokens": _NAME_DRAFTER,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +66,7 @@ class TextRequest:
     seed: int | None = None
     stop_tokens: Sequence[int] = ()  # in addition to the target's own
     ignore_eos: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)  # by the names of SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +83,8 @@ class Completion:
 class TextEngine:
     """vLLM with a target and optionally a drafter, in this process.
 
-    With `log`, what vLLM prints goes into that file instead of onto the terminal.
+    With `tapped`, a target is refused whose hidden states no drafter could read. With `log`, what
+    vLLM prints goes into that file instead of onto the terminal.
     """
 
     def __init__(
@@ -79,8 +98,9 @@ class TextEngine:
         drafter: str | None = None,
         draft_tokens: int = 0,  # K
         eager: bool = False,
+        tapped: bool = False,
         log: Path | None = None,
-        **settings: Any,  # passed to vLLM
+        **settings: Any,  # passed to vLLM; they override what is chosen here
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -91,32 +111,39 @@ class TextEngine:
             from vllm import LLM
             from vllm.platforms import current_platform
 
+            if tapped and settings.get("model_impl") != "transformers":
+                require_tappable(target)
             on_cpu = current_platform.is_cpu()
-            if on_cpu and drafter is not None:
+            if on_cpu and (drafter is not None or settings.get("speculative_config")):
                 settings.setdefault("scheduler_cls", SCHEDULER)  # else sampled text may be wrong
-            if on_cpu and settings.get("max_num_batched_tokens", max_length) >= max_length:
+            # In one step: without chunked prefill a prompt that does not fit would wait for ever.
+            room = max_length + (0 if drafter is None else draft_tokens)
+            if on_cpu and settings.get("max_num_batched_tokens", room) >= room:
                 # vLLM 0.32 rewinds a seeded request's random generator after each chunk of a
                 # prompt but the last. CPU generators do not support this: the engine would die.
                 settings.setdefault("enable_chunked_prefill", False)
+                if drafter is not None:  # vLLM's own default has no room for the drafts
+                    default = min(CPU_STEP_TOKENS, max_requests * max_length)
+                    settings.setdefault("max_num_batched_tokens", max(room, default))
             speculation = {
                 "method": "dflash",
                 "model": drafter,
                 "num_speculative_tokens": draft_tokens,
             }
+            arguments: dict[str, Any] = {
+                "model": target,
+                "dtype": dtype,
+                "max_model_len": max_length,
+                "max_num_seqs": max_requests,
+                "seed": seed,
+                # Compiling takes minutes on a CPU, where vLLM's own kernels are faster.
+                "enforce_eager": on_cpu or eager,
+                "compilation_config": {"custom_ops": ["all"]} if on_cpu else None,
+                "speculative_config": None if drafter is None else speculation,
+                "disable_log_stats": drafter is None,
+            }
             try:
-                self._llm = LLM(
-                    model=target,
-                    dtype=dtype,
-                    max_model_len=max_length,
-                    max_num_seqs=max_requests,
-                    seed=seed,
-                    # Compiling takes minutes on a CPU, where vLLM's own kernels are faster.
-                    enforce_eager=on_cpu or eager,
-                    compilation_config={"custom_ops": ["all"]} if on_cpu else None,
-                    speculative_config=None if drafter is None else speculation,
-                    disable_log_stats=drafter is None,
-                    **settings,
-                )
+                self._llm = LLM(**arguments | settings)
             except ValueError as problem:
                 reason = " ".join(str(problem).split()).partition(" [type=")[0]
                 see_log = "" if log is None else f" (log: {log})"
@@ -147,6 +174,7 @@ class TextEngine:
                 ignore_eos=request.ignore_eos,
                 detokenize=False,
                 output_kind=RequestOutputKind.CUMULATIVE,
+                **request.options,
             ),
         )
         self._written[request.id] = [0]
@@ -204,6 +232,27 @@ class TextEngine:
         return {
             name: getattr(m, "values", None) or getattr(m, "value", 0) for name, m in found.items()
         }
+
+
+def require_tappable(target: str) -> None:
+    """Refuse a target whose class in vLLM does not hand hidden states of its layers to a drafter.
+
+    Architectures without a class of their own run through vLLM's transformers backend, which does.
+    """
+    from vllm import ModelRegistry
+
+    from leadout.engine.vllm_adapter import supports_eagle3
+
+    named = read_any_config(Path(target)).get("architectures")
+    for name in named if isinstance(named, list) else []:
+        known = ModelRegistry.models.get(name)
+        if known is not None and not supports_eagle3(known.load_model_cls()):
+            raise UnsupportedTargetError(
+                f"{target} cannot be the target of a drafter: vLLM's {name} does not hand out the "
+                "hidden states of its layers (it has no Eagle3 interface). vLLM's transformers "
+                "backend does: add `-- --model-impl transformers` here and wherever the target is "
+                "served, or use another target."
+            )
 
 
 @contextmanager
@@ -269,6 +318,7 @@ class SessionRequest(Message):
     max_length: int
     dtype: str = "auto"
     recording: Recording | None = None
+    vllm_flags: list[str] = Field(default=[])  # as `vllm serve` takes them
 
 
 class SetRun(Message):
@@ -293,12 +343,20 @@ class SessionResult(Message):
     runs: list[SetRun]
 
 
+def can_record(target: str, vllm_flags: Sequence[str]) -> bool:
+    """Whether drafts can be recorded: the drafter must run in the engine's own process."""
+    arguments = engine_arguments(target, vllm_flags)
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    return all(arguments.get(name, 1) == 1 for name in sizes)
+
+
 def run_session(request: SessionRequest, report: Report = ignore_progress) -> SessionResult:
     """Run a session in a child process."""
     return run_module(__spec__.name, request, SessionResult, report)
 
 
 def _run_session_here(request: SessionRequest, report: Report) -> SessionResult:
+    arguments = engine_arguments(request.target, request.vllm_flags, fixed=SESSION_SETTINGS)
     engine = TextEngine(
         request.target,
         max_length=request.max_length,
@@ -306,7 +364,8 @@ def _run_session_here(request: SessionRequest, report: Report) -> SessionResult:
         dtype=request.dtype,
         drafter=request.drafter,
         draft_tokens=request.draft_tokens,
-        eager=True,  # the recorder's hooks do not run in a captured graph
+        # The recorder's hooks do not run in a captured graph.
+        **arguments | {"enforce_eager": True},
     )
     report("vLLM has started")
     if request.recording is not None:

@@ -13,11 +13,14 @@ from leadout.checkpoints import Checkpoint, UnsupportedCheckpointError, read_che
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.vllm_adapter import (
     ATTENTION_CHECK,
+    TARGET_CHECK,
     dflash_layer_causal,
     draft_folder,
     get_attn_backend,
+    get_model_cls,
     is_usable,
     model_runner,
+    supports_eagle3,
 )
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.findings import Finding, Severity
@@ -39,6 +42,7 @@ def require_fit(vllm_config: Any) -> Checkpoint | None:
     None for a drafter of a kind that Leadout does not know but vLLM may serve: without Leadout it
     would be served too.
     """
+    require_tapped_states(vllm_config)
     draft = vllm_config.speculative_config.draft_model_config
     if draft.model_weights or is_left_to_vllm(draft.model):  # no local files
         logger.warning("Leadout leaves the drafter %s to vLLM, unexamined.", draft.model)
@@ -61,6 +65,20 @@ def require_fit(vllm_config: Any) -> Checkpoint | None:
             findings.append(finding)
     raise_if_unfit(findings)
     return pair.drafter
+
+
+def require_tapped_states(vllm_config: Any) -> None:
+    """Raise if vLLM's class of this target cannot hand the states of its layers to a drafter."""
+    if not is_usable(TARGET_CHECK):
+        return
+    target = vllm_config.model_config
+    found = get_model_cls(target)
+    if not supports_eagle3(found):
+        raise UnfitPairError(
+            f"vLLM cannot draft for {target.model}: its model class {found.__name__} does not hand "
+            "out the hidden states of its layers. Add `--model-impl transformers` to run the "
+            "model by a class that does, or use another target."
+        )
 
 
 def raise_if_unfit(findings: Sequence[Finding]) -> None:

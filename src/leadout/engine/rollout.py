@@ -1,11 +1,12 @@
-"""Rolls drafter versions out to a running server: follow the pointer, compare, roll back.
+"""The drafter version that a server runs: swap it, compare its acceptance, roll it back.
 
-- `Follower` keeps a server on the version that the registry's pointer names.
-- `ServingDrafter` is the version that the server runs. All changes go through it, one at a time. It
-  compares the acceptance length of requests since the swap with what was expected of the version,
-  and rolls the version back if they fall short.
-- `RolloutMixin` is the scheduler's part: it counts those requests, and keeps the old drafter's
-  cache entries from them.
+`ServingDrafter` has the states and transitions. All changes go through it, one at a time. It
+compares the acceptance length of requests since the swap with what was expected of the version, and
+gives the version up if they fall short.
+
+`leadout.engine.follower` asks it for the version that the registry's pointer names. The scheduler's
+part is in `leadout.engine.served_requests`, what servers tell each other in
+`leadout.engine.watch_record`.
 """
 
 from __future__ import annotations
@@ -19,47 +20,45 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict
-
-from leadout.control.rollback import ShortfallTest, Tally
+from leadout.control.rollback import MAX_CHECKS, Acceptance, Expectation, ShortfallTest, Tally
 from leadout.engine.capture_store import SOURCE
-from leadout.engine.counters import read_small, small_file, write_small
-from leadout.engine.fail_safe import FailSafe, LimitedLog
+from leadout.engine.counters import read_small
+from leadout.engine.fail_safe import Backoff, LimitedLog
 from leadout.engine.hot_swap import (
     EngineAsleepError,
+    NotNowError,
     SwapFailedError,
     Swapped,
     Swapper,
     SwapRefusedError,
+    is_final,
 )
-from leadout.engine.vllm_adapter import engine_index
+from leadout.engine.served_requests import ServedRequests
+from leadout.engine.watch_record import (
+    COOL_DOWN_SECONDS,
+    WatchRecord,
+    control_of,
+    is_control_coming,
+    read_records,
+    vote_of,
+    write_record,
+)
 from leadout.errors import LeadoutError
-from leadout.registry import Event, Evidence, Manifest, Pointer, Registry
+from leadout.registry import Event, Evidence, Manifest, Registry
 
 logger = logging.getLogger("vllm.leadout")
 
-POLL_SECONDS = 2.0
-SECONDS_BETWEEN_WRITES = 1.0
-MASK_BYTES = 64  # as long as the longest hash
+SECONDS_BETWEEN_RECORDS = 60.0
+SECONDS_BETWEEN_READS = 20.0  # of the other servers' records, while their requests are waited for
+# So many runs in a row that end in a crash soon after their start are held against the version.
+MAX_CRASHED_RUNS = 3
+CRASH_SECONDS = 600.0
 
-
-class ServedRequests(BaseModel):
-    """Finished requests that arrived after `since` (Unix time), in a file of the scheduler's."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    since: float
-    tally: Tally
-
-
-def served_requests_file(vllm_config: Any, engine: int) -> Path:
-    return small_file("served", vllm_config.instance_id, engine)
-
-
+State = Literal["serving", "staging", "watching", "rolling_back"]
 WatchState = Literal["off", "watching", "passed", "failed"]
 
 
@@ -69,16 +68,46 @@ class DrafterReport:
 
     version: int
     fingerprint: str
+    state: State
     since: str  # UTC
     requests: int  # arrived since then and finished
+    requests_by_client: int  # those of them that count with the limit for clients
     steps: int
     acceptance_length: float | None
     expected_low: float | None  # lower end of the interval that was measured before publishing
     watch: WatchState  # whether the acceptance length is compared with it
 
 
+@dataclass(frozen=True)
+class _GivenUp:
+    """A version that this server leaves, and wants all servers of the registry to leave."""
+
+    record: WatchRecord
+    evidence: dict[str, float]
+
+
 class ServingDrafter:
-    """The version that this server runs."""
+    """The version that this server runs.
+
+    | state        | event                                       | next state                      |
+    | ------------ | ------------------------------------------- | ------------------------------- |
+    | any          | the pointer names another version, or an    | staging                         |
+    |              | administrator asks for one                  |                                 |
+    | staging      | swapped, acceptance is to be compared       | watching                        |
+    | staging      | swapped, nothing is to be compared          | serving                         |
+    | staging      | never: hash, shape, target, mark            | as before; not tried again      |
+    | staging      | not now: storage, memory, sleeping engine   | as before; tried again later    |
+    | watching     | all checks are made                         | serving                         |
+    | watching     | acceptance below the expected one, or       | rolling back                    |
+    |              | repeated crashes                            |                                 |
+    | rolling back | no other server compares the version, or    | serving an older version; this  |
+    |              | another one agrees                          | one is marked, the pointer moves|
+    | rolling back | others still compare it, or the registry    | rolling back; this server alone |
+    |              | cannot be written                           | has left it, and asks again     |
+    | rolling back | the others have found nothing, and the      | serving; the pointer is         |
+    |              | cool-down is over                           | followed again                  |
+    | any          | restart                                     | as in this server's record      |
+    """
 
     def __init__(
         self,
@@ -88,50 +117,123 @@ class ServingDrafter:
         served_paths: Sequence[Path],
         *,
         drafts_whole_blocks: bool,
+        server: str | None = None,
     ) -> None:
         """`manifest` is that of the version that the server started with.
 
         `drafts_whole_blocks`: the server drafts as many tokens as the drafter can, which is how
-        expected acceptance is measured.
+        expected acceptance is measured. `server` names this server in the registry, the same after
+        a restart.
         """
         self._registry, self._manifest = registry, manifest
         self._swapper, self._served_paths = swapper, served_paths
         self._drafts_whole_blocks = drafts_whole_blocks
+        self._server = server or f"{socket.gethostname()}:{os.getpid()}"
         self._since = time.time()
         self._counted_since = 0.0  # before the first swap every request counts
+        self._is_staging = self._is_mixed = False
         self._watch: ShortfallTest | None = None
-        self._has_failed = False
+        self._record: WatchRecord | None = None  # of the version in service, if it is compared
+        self._saved: WatchRecord | None = None  # as it is in the registry, with all requests
+        self._recorded_at = -SECONDS_BETWEEN_RECORDS
+        self._read_due = 0.0  # by the monotonic clock
+        self._given_up: _GivenUp | None = None
+        self._retry = Backoff()
         self._change = asyncio.Lock()
+        self._log, self._record_log = LimitedLog(logging.ERROR), LimitedLog(logging.WARNING)
 
     @property
     def version(self) -> int:
         return self._manifest.version
 
+    @property
+    def state(self) -> State:
+        if self._is_staging:
+            return "staging"
+        if self._watch is not None and not self._watch.is_finished:
+            return "watching"  # perhaps of a newer version than the one that was given up
+        return "serving" if self._given_up is None else "rolling_back"
+
+    def avoids(self, version: int) -> bool:
+        """Whether this server has left a version that the pointer may still name."""
+        return self._given_up is not None and self._given_up.record.version == version
+
+    async def start(self) -> None:
+        """Continue from this server's record what it did before a restart; may be tried again."""
+        with suppress(LeadoutError, OSError):  # servers may have permission to read only
+            await asyncio.to_thread(self._registry.recover)
+        manifest = self._manifest
+        if self._is_in_use(manifest):
+            return
+        records = await asyncio.to_thread(read_records, self._registry, manifest.version)
+        if self._is_in_use(manifest):
+            return
+        own = next((record for record in records if record.server == self._server), None)
+        if own is not None and own.found == "failed":
+            self._given_up = _GivenUp(own, {})
+            return
+        expected = self._expected(manifest)
+        if expected is not None and own is not None and own.found == "passed":
+            # Others must still see that this server is content with the version.
+            self._record, self._watch = own, ShortfallTest(expected, own.before, MAX_CHECKS)
+            await self._keep_record(is_due=True)
+            return
+        if expected is None or any(record.found == "passed" for record in records):
+            return
+        if await asyncio.to_thread(self._is_after_a_roll_back) or self._is_in_use(manifest):
+            return
+        own = own or WatchRecord(server=self._server, version=manifest.version, found="watching")
+        if own.runs >= MAX_CRASHED_RUNS:
+            self._give_up(own, f"the server ended {own.runs} times in a row soon after its start")
+            return
+        self._record = own.model_copy(update={"runs": own.runs + 1})
+        self._watch = ShortfallTest(expected, own.before, own.checks)
+        await self._keep_record(is_due=True)
+
+    def _is_in_use(self, manifest: Manifest) -> bool:
+        """Whether the version that the server started with was swapped or taken up meanwhile."""
+        is_known = self._record is not None or self._given_up is not None
+        return is_known or self._manifest is not manifest
+
+    def stop(self) -> None:
+        """The server ends because it was told to; to be called synchronously, at its end."""
+        if self._saved is not None and not self._swapper.has_failed():
+            with suppress(OSError):
+                write_record(self._registry, self._saved.model_copy(update={"runs": 0}))
+
     async def change_to(self, version: int, why: str) -> Swapped | None:
-        """Swap to a version; None if it is served already. SwapRefusedError: nothing changed."""
+        """Swap to a version; None if it is served already. Nothing has changed after
+
+        - SwapRefusedError: the version can never be served by this server;
+        - NotNowError: trying again later may help.
+        """
         # A client that disconnects must not interrupt a swap.
         return await asyncio.shield(self._change_to(version, why))
 
     async def _change_to(self, version: int, why: str) -> Swapped | None:
         async with self._change:
             previous = self._manifest
-            if version == previous.version:
+            if version == previous.version and not self._is_mixed:
                 return None
+            before = (await self._served()).tally
+            self._is_staging = True
             try:
                 manifest = await asyncio.to_thread(self._servable, version)
                 swapped = await self._swapper.swap(version)
             except EngineAsleepError:  # nothing is wrong with the version
                 raise
             except (LeadoutError, OSError) as problem:
-                logger.error("Leadout refuses version %d of the drafter: %s", version, problem)
-                await self.record("refused", version, str(problem))
-                if isinstance(problem, SwapFailedError):
+                self._is_mixed = self._is_mixed or isinstance(problem, SwapFailedError)
+                if is_final(problem) or isinstance(problem, SwapFailedError):
+                    logger.error("Leadout refuses version %d of the drafter: %s", version, problem)
+                    await self.record("refused", version, str(problem))
+                if isinstance(problem, SwapFailedError | NotNowError):
                     raise
-                raise SwapRefusedError(str(problem)) from None
-            self._manifest = manifest
-            self._since = self._counted_since = swapped.at
-            self._has_failed = False
-            self._watch = self._watch_for(manifest, previous)
+                error = SwapRefusedError if is_final(problem) else NotNowError
+                raise error(str(problem)) from None
+            finally:
+                self._is_staging = False
+            self._take_over(manifest, previous, swapped, before)
         logger.info(
             "Leadout serves version %d of the drafter instead of %d; the swap paused serving for "
             "%.0f ms",
@@ -141,38 +243,144 @@ class ServingDrafter:
         )
         facts = {name: value for name, value in asdict(swapped).items() if name != "at"}
         await self.record("swapped", version, why, {"from": previous.version, **facts})
+        await self._keep_record(is_due=True)
         return swapped
 
-    async def roll_back_if_below_expected(self) -> bool:
-        """Give the version up if requests since the swap accept less than was expected of it."""
-        watch, version = self._watch, self.version
-        if watch is None or watch.is_finished:
-            return False
-        tally = await self._tally()
-        shortfall = watch.check(tally) if watch is self._watch else None
-        if shortfall is None:
-            return False
-        self._watch, self._has_failed = None, True
-        why = str(shortfall)
-        logger.warning("Leadout rolls back version %d of the drafter: %s", version, why)
-        pointer = await asyncio.to_thread(self._registry.roll_back, version, why)
-        if pointer is not None:
-            evidence = {"to": pointer.version, **asdict(shortfall)}
-            await self.record("rolled_back", version, why, evidence)
-        return True
+    def _take_over(
+        self, manifest: Manifest, previous: Manifest, swapped: Swapped, before: Tally
+    ) -> None:
+        self._manifest, self._is_mixed = manifest, False
+        self._since = self._counted_since = swapped.at
+        self._watch = self._record = self._saved = None
+        self._read_due = 0.0
+        if self.avoids(manifest.version):  # an administrator wants it nevertheless
+            self._given_up = None
+        # A return to an older version is not watched: its expected acceptance was measured on
+        # older traffic, and one roll-back must not lead to a series of them.
+        expected = self._expected(manifest)
+        if expected is not None and manifest.version > previous.version:
+            is_parent = previous.version == manifest.parent
+            self._watch = ShortfallTest(expected, before if is_parent else None)
+            self._record = WatchRecord(
+                server=self._server,
+                version=manifest.version,
+                found="watching",
+                before=self._watch.before,
+                runs=1,
+            )
+
+    async def advance(self) -> None:
+        """To be called every few seconds: compare, roll back, and keep the record."""
+        await self._swapper.finish()
+        if self.state == "watching":
+            await self._compare()
+        if self._given_up is not None and self._retry.is_due:
+            await self._roll_back(self._given_up)
+        await self._keep_record()
+
+    async def _compare(self) -> None:
+        watch, record = self._watch, self._record
+        assert watch is not None
+        assert record is not None
+        served = await self._served()
+        tally, by_client = record.tally + served.tally, record.by_client + served.by_client
+        if not watch.is_due(tally) or time.monotonic() < self._read_due:
+            return
+        records: list[WatchRecord] | None = None
+        with suppress(OSError):
+            records = await asyncio.to_thread(read_records, self._registry, record.version)
+        if watch is not self._watch:  # swapped meanwhile
+            return
+        # Servers that have left the version are the control for those that still serve it.
+        others = [each for each in records or [] if each.server != self._server]
+        parent = self._manifest.parent
+        if watch.needs_control and (records is None or is_control_coming(others, parent)):
+            self._read_due = time.monotonic() + SECONDS_BETWEEN_READS
+            return
+        shortfall = watch.check(tally, by_client, control_of(others, parent))
+        if shortfall is not None:
+            self._give_up(record, str(shortfall), asdict(shortfall))
+
+    def _give_up(self, record: WatchRecord, why: str, evidence: Any = None) -> None:
+        logger.warning("Leadout rolls back version %d of the drafter: %s", record.version, why)
+        now = time.time()
+        failed = record.model_copy(update={"found": "failed", "why": why, "failed_at": now})
+        self._watch = self._record = self._saved = None
+        self._given_up = _GivenUp(failed, evidence or {})
+        self._retry.reset()
+
+    async def _roll_back(self, given_up: _GivenUp) -> None:
+        """One attempt; whatever fails is tried again later.
+
+        This server leaves the version first: storage that cannot be written must not keep it there.
+        """
+        version, why = given_up.record.version, given_up.record.why
+        problems: list[str] = []
+        is_written, vote = False, "waiting"
+        if self.version == version:
+            try:
+                await self._leave(version, f"rolled back from version {version}: {why}")
+            except (LeadoutError, OSError) as problem:
+                problems.append(str(problem))
+        record = given_up.record
+        if self.version != version:
+            control = (await self._served()).tally
+            record = record.model_copy(update={"control": control, "control_version": self.version})
+        try:
+            await asyncio.to_thread(write_record, self._registry, record)
+        except OSError as problem:
+            problems.append(str(problem))
+        try:
+            records = await asyncio.to_thread(read_records, self._registry, version)
+            vote = vote_of(records, self._server)
+            if vote == "agreed":
+                pointer = await asyncio.to_thread(self._registry.roll_back, version, why)
+                # Once, also if the server that moved the pointer was killed before its entry.
+                evidence: dict[str, float | int | str | bool] = {"server": self._server}
+                evidence |= {} if pointer is None else {"to": pointer.version}
+                evidence |= given_up.evidence
+                write = partial(self._registry.record, "rolled_back", version, why, once=True)
+                await asyncio.to_thread(write, evidence=evidence)
+                is_written = True
+        except (LeadoutError, OSError) as problem:
+            problems.append(str(problem))
+        if problems:
+            self._log(
+                "Leadout could not roll version %d of the drafter back everywhere: %s. It tries "
+                "again.",
+                version,
+                problems[0],
+            )
+        if self._given_up is not given_up:  # an administrator has changed the version meanwhile
+            return
+        is_cool = time.time() - given_up.record.failed_at > COOL_DOWN_SECONDS
+        if self.version != version and (is_written or (vote == "outvoted" and is_cool)):
+            self._given_up = None
+        else:
+            self._retry.failed()
+
+    async def _leave(self, version: int, why: str) -> None:
+        pointer = await asyncio.to_thread(self._registry.pointer)
+        if pointer is not None and pointer.version != version:
+            with suppress(SwapRefusedError):  # this server can never run it: an ancestor instead
+                await self.change_to(pointer.version, why)
+                return
+        ancestor = await asyncio.to_thread(self._registry.good_ancestor, version)
+        await self.change_to(ancestor, why)
 
     async def report(self) -> DrafterReport:
-        tally, expected = await self._tally(), self._manifest.promises.get(SOURCE)
-        watch: WatchState = "off"
-        if self._has_failed:
-            watch = "failed"
-        elif self._watch is not None:
+        served, expected = await self._served(), self._manifest.promises.get(SOURCE)
+        tally = served.tally
+        watch: WatchState = "off" if self._given_up is None else "failed"
+        if self._watch is not None:
             watch = "passed" if self._watch.is_finished else "watching"
         return DrafterReport(
             version=self.version,
             fingerprint=self._manifest.fingerprint,
+            state=self.state,
             since=datetime.fromtimestamp(self._since, UTC).isoformat(timespec="milliseconds"),
             requests=tally.requests,
+            requests_by_client=served.by_client.requests,
             steps=tally.steps,
             acceptance_length=tally.acceptance_length,
             expected_low=None if expected is None else expected.low,
@@ -183,12 +391,38 @@ class ServingDrafter:
         self, event: Event, version: int, why: str, evidence: Evidence | None = None
     ) -> None:
         """Add to the ledger; a registry that this server may only read costs one log line."""
-        server = f"{socket.gethostname()}:{os.getpid()}"
-        evidence = {"server": server, **(evidence or {})}
+        evidence = {"server": self._server, **(evidence or {})}
         try:
             await asyncio.to_thread(self._registry.record, event, version, why, evidence)
         except OSError as problem:
             logger.warning("Leadout cannot write to the registry's ledger: %s", problem)
+
+    async def _keep_record(self, is_due: bool = False) -> None:
+        record, watch = self._record, self._watch
+        is_due = is_due or time.monotonic() - self._recorded_at >= SECONDS_BETWEEN_RECORDS
+        if record is None or watch is None:
+            return
+        if watch.is_finished and record.found == "watching":
+            record = self._record = record.model_copy(update={"found": "passed"})
+            is_due = True
+        if not is_due:
+            return
+        self._recorded_at = time.monotonic()
+        if record.runs and time.time() - self._since > CRASH_SECONDS:
+            record = self._record = record.model_copy(update={"runs": 0})
+        served = await self._served()
+        if record is not self._record:  # swapped meanwhile
+            return
+        so_far = {
+            "tally": record.tally + served.tally,
+            "by_client": record.by_client + served.by_client,
+            "checks": watch.checks,
+        }
+        try:
+            self._saved = record.model_copy(update=so_far)
+            await asyncio.to_thread(write_record, self._registry, self._saved)
+        except OSError as problem:
+            self._record_log("Leadout cannot record its comparison in the registry: %s", problem)
 
     def _servable(self, version: int) -> Manifest:
         mark = self._registry.bad_mark(version)
@@ -196,185 +430,29 @@ class ServingDrafter:
             raise SwapRefusedError(f"version {version} is marked as bad: {mark.reason}")
         return self._registry.manifest(version)
 
-    def _watch_for(self, new: Manifest, previous: Manifest) -> ShortfallTest | None:
-        # A return to an older version is not watched: its expected acceptance was measured on
-        # older traffic, and one roll-back must not lead to a series of them.
-        expected = new.promises.get(SOURCE)
-        if expected is None or new.version < previous.version or not self._drafts_whole_blocks:
+    def _expected(self, manifest: Manifest) -> Expectation | None:
+        """The acceptance to compare with, if there is any."""
+        expected = manifest.promises.get(SOURCE)
+        if expected is None or not self._drafts_whole_blocks:
             return None
-        return ShortfallTest(expected.low)
+        per_request, before = expected.per_request, expected.before
+        if per_request is None:
+            return Expectation(Acceptance(expected.acceptance_length, expected.low))
+        return Expectation(
+            Acceptance(**per_request.model_dump()),
+            None if before is None else Acceptance(**before.model_dump()),
+        )
 
-    async def _tally(self) -> Tally:
-        total = Tally()
+    def _is_after_a_roll_back(self) -> bool:
+        later = (version for version in self._registry.versions() if version > self.version)
+        return any(self._registry.bad_mark(version) is not None for version in later)
+
+    async def _served(self) -> ServedRequests:
+        """Requests that arrived since the swap, or since the start of the server."""
+        tally, by_client = Tally(), Tally()
         for path in self._served_paths:  # one for each engine
             served = await asyncio.to_thread(read_small, path, ServedRequests)
             # Right after a swap the file still describes the requests before it.
             if served is not None and served.since >= self._counted_since:
-                total += served.tally
-        return total
-
-
-class Follower:
-    """Keeps a server on the version that the registry's pointer names.
-
-    It acts when the pointer changes: a version that was set by hand stays until then. A refused
-    version is not tried again, since versions never change. While the engine sleeps it waits.
-    """
-
-    def __init__(self, registry: Registry, drafter: ServingDrafter) -> None:
-        self._registry, self._drafter = registry, drafter
-        self._followed: Pointer | None = None
-        self._refused: set[int] = set()
-        self._log = LimitedLog(logging.ERROR)
-
-    async def follow(self) -> None:
-        """Run for ever; errors, such as storage that is unreachable, are logged once a minute."""
-        await self._drafter.record("started", self._drafter.version, "a server started with it")
-        while True:
-            try:
-                await self.poll()
-            except Exception as error:
-                self._log(
-                    "Leadout could not follow the registry: %s: %s. Serving goes on, and Leadout "
-                    "tries again.",
-                    type(error).__name__,
-                    error,
-                )
-            await asyncio.sleep(POLL_SECONDS)
-
-    async def poll(self) -> None:
-        pointer = await asyncio.to_thread(self._registry.pointer)
-        if pointer is None or pointer == self._followed:
-            if await self._drafter.roll_back_if_below_expected():
-                # Follow the pointer again, also if the version had been set by hand.
-                self._followed = None
-            return
-        self._followed = pointer
-        if pointer.version in self._refused:
-            return
-        try:
-            await self._drafter.change_to(pointer.version, pointer.reason)
-        except EngineAsleepError:
-            self._followed = None  # to be followed once it is awake
-        except SwapRefusedError:
-            self._refused.add(pointer.version)
-
-
-def mask_block_hashes(request: Any, mask: bytes) -> None:
-    """Make a request find, and leave, only cache blocks of requests with the same mask.
-
-    vLLM's input thread has hashed the prompt already. Hashing it again with a salt would hold up
-    the scheduler for 16 ms per 100,000 tokens; a mask on finished hashes separates them as well.
-    Later blocks are hashed from unmasked ones, so that a follow-up prompt finds them.
-    """
-    hasher = request._block_hasher
-    if hasher is None:  # nothing is cached
-        return
-    plain: list[bytes] = list(request.block_hashes)
-
-    def hash_new_blocks(request: Any) -> list[bytes]:
-        masked = request.block_hashes
-        del plain[len(masked) :]  # vLLM takes blocks back when a streamed prompt is continued
-        request.block_hashes = plain
-        try:
-            new: list[bytes] = hasher(request)
-        finally:
-            request.block_hashes = masked
-        plain.extend(new)
-        return _masked(new, mask)
-
-    request.block_hashes[:] = _masked(plain, mask)
-    request._block_hasher = hash_new_blocks
-
-
-def _masked(hashes: list[bytes], mask: bytes) -> list[bytes]:
-    if not hashes:
-        return []
-    size = len(hashes[0])
-    table = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, size)  # [hashes, bytes]
-    joined = (table ^ np.frombuffer(mask[:size], np.uint8)).tobytes()
-    return [joined[start : start + size] for start in range(0, len(joined), size)]
-
-
-class RolloutMixin:
-    """Put before a scheduler class of vLLM: separates the requests after a swap from those before.
-
-    The drafter's keys and values of a text share cache blocks with those of the target. After a
-    swap, cached blocks hold the old drafter's: the text stays correct, but the new drafter drafts
-    worse from them. vLLM empties its prefix cache only when no request runs. Therefore, from the
-    reset that follows a swap, the block hashes of new requests are masked: they cannot find the old
-    blocks, which vLLM evicts in time. Running requests keep their blocks.
-
-    Finished requests that arrived after the reset are tallied for `ServingDrafter`.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._served_path = served_requests_file(
-            settings["vllm_config"], engine_index(settings["vllm_config"])
-        )
-        self._hash_mask: bytes | None = None
-        self._open_requests: dict[str, list[int]] = {}  # by id: steps with a whole block, tokens
-        self._tally = Tally()
-        self._tally_fail_safe = FailSafe("acceptance watch after swaps", self._open_requests.clear)
-        self._start_tally()
-
-    def add_request(self, request: Any) -> None:
-        if self._hash_mask is not None:
-            mask_block_hashes(request, self._hash_mask)
-        if self._tally_fail_safe.is_on:
-            self._open_requests[request.request_id] = [0, 0]
-        super().add_request(request)  # type: ignore[misc]
-
-    def reset_prefix_cache(self, *arguments: Any, **settings: Any) -> bool:
-        is_empty: bool = super().reset_prefix_cache(*arguments, **settings)  # type: ignore[misc]
-        self._hash_mask = None if is_empty else os.urandom(MASK_BYTES)
-        self._start_tally()
-        return is_empty
-
-    def make_spec_decoding_stats(self, *arguments: Any, **settings: Any) -> Any:
-        if self._tally_fail_safe.is_on:
-            with self._tally_fail_safe:
-                self._count_step(**settings)
-        return super().make_spec_decoding_stats(*arguments, **settings)  # type: ignore[misc]
-
-    def _free_request(self, request: Any, *arguments: Any, **settings: Any) -> Any:
-        steps, tokens = self._open_requests.pop(request.request_id, (0, 0))
-        if steps:
-            self._tally = self._tally.with_request(steps, tokens)
-            is_last = len(self.requests) == 1  # type: ignore[attr-defined]
-            if is_last or time.monotonic() - self._last_write >= SECONDS_BETWEEN_WRITES:
-                self._write_tally()
-        return super()._free_request(request, *arguments, **settings)  # type: ignore[misc]
-
-    def shutdown(self) -> None:
-        with suppress(OSError):
-            self._served_path.unlink(missing_ok=True)
-        super().shutdown()  # type: ignore[misc]
-
-    def _start_tally(self) -> None:
-        self._since = time.time()
-        self._tally = Tally()
-        self._open_requests.clear()  # running requests belong to the drafter before
-        self._write_tally()
-
-    def _count_step(
-        self,
-        *,
-        request_id: str,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-    ) -> None:
-        """Count steps with whole blocks only, as expected acceptance is measured with those."""
-        counts = self._open_requests.get(request_id)
-        verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
-        if counts is not None and verified == self.num_spec_tokens:  # type: ignore[attr-defined]
-            counts[0] += 1
-            counts[1] += num_accepted_tokens + 1
-
-    def _write_tally(self) -> None:
-        self._last_write = time.monotonic()
-        if self._tally_fail_safe.is_on:
-            with self._tally_fail_safe:
-                write_small(ServedRequests(since=self._since, tally=self._tally), self._served_path)
+                tally, by_client = tally + served.tally, by_client + served.by_client
+        return ServedRequests(since=self._counted_since, tally=tally, by_client=by_client)

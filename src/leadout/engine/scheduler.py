@@ -1,10 +1,10 @@
-"""Schedulers: vLLM's own, extended by live control and by a workaround for sampling on CPUs.
+"""Schedulers: vLLM's own, extended by live control and by workarounds for faults in sampling.
 
 vLLM calls `make_scheduler` (`scheduler_cls`) where it would construct its own scheduler. The class
 is put together from what the server's settings ask for: capture, registry, live control, the
-records of `leadout tune`, and on CPUs the sampling workaround. Without any of them it is vLLM's own
-class. An error in live control costs one log line; from then on the scheduler does what vLLM's
-does.
+records of `leadout tune`, and workarounds for faults of vLLM, most of them on CPUs. Without any of
+them it is vLLM's own class.
+An error in live control costs one log line; from then on the scheduler does what vLLM's does.
 
 When scheduling runs ahead of the model (`async_scheduling`), and always under the V2 runner, the
 scheduler sees placeholders instead of drafts: it can choose their number, but not their content.
@@ -14,10 +14,11 @@ Prompt lookup therefore needs synchronous scheduling on the V1 runner.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import vllm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -28,7 +29,8 @@ from leadout.engine.capture import CaptureMixin
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveControl, Step, StepReport, live_metrics_file
 from leadout.engine.plugin import SWITCH
-from leadout.engine.rollout import RolloutMixin
+from leadout.engine.process_folders import note_shared_memory, private_folder
+from leadout.engine.served_requests import RolloutMixin
 from leadout.engine.settings import (
     CALIBRATION,
     CAPTURE,
@@ -39,12 +41,15 @@ from leadout.engine.settings import (
     restore_draft_table,
     sections_of,
 )
-from leadout.engine.step_records import MAX_IN_FLIGHT, StepRecordingMixin
+from leadout.engine.step_clock import StepsInFlight
+from leadout.engine.step_records import StepRecordingMixin
 from leadout.engine.vllm_adapter import (
     CAPTURE_OF_TRAFFIC,
+    LABEL_WORKAROUND,
     LIVE_CONTROL,
     ROLLOUT,
     SAMPLING_WORKAROUND,
+    SEED_WORKAROUND,
     STEP_RECORDS,
     AsyncScheduler,
     Scheduler,
@@ -56,11 +61,31 @@ from leadout.engine.vllm_adapter import (
 
 logger = init_logger("vllm.leadout")
 
+LARGEST_TOP_P = 1 - 2**-24  # below 1, in float32
+
 
 def make_scheduler(vllm_config: Any, **settings: Any) -> Any:
     """The scheduler for this engine; vLLM passes everything by name."""
     restore_draft_table(vllm_config)
-    return _scheduler_class(vllm_config)(vllm_config=vllm_config, **settings)
+    with suppress(OSError):  # without the note, the memory stays if this engine is killed
+        note_shared_memory(private_folder() / vllm_config.instance_id)
+    kind = _scheduler_class(vllm_config)
+    if workarounds := _workarounds(vllm_config):
+        kind = type(kind.__name__, (*workarounds, kind), {"__module__": __name__})
+    return kind(vllm_config=vllm_config, **settings)
+
+
+def _workarounds(vllm_config: Any) -> list[type[Any]]:
+    """Those that are needed whatever else the scheduler does."""
+    if os.environ.get(SWITCH) == "0" or not is_supported(vllm.__version__):
+        return []
+    found: list[type[Any]] = []
+    if current_platform.is_cpu() and is_usable(SEED_WORKAROUND):
+        found.append(CpuSeedWorkaround)
+    is_drafting_on_v1 = is_dflash(vllm_config) and not vllm_config.use_v2_model_runner
+    if is_drafting_on_v1 and is_usable(LABEL_WORKAROUND):
+        found.append(LabelLogprobsWorkaround)
+    return found
 
 
 def _scheduler_class(vllm_config: Any) -> type[Any]:
@@ -110,10 +135,20 @@ class CpuSamplingWorkaround(Scheduler):  # type: ignore[misc]
     uninitialised memory: sampled text comes from a wrong distribution, and greedy text in the same
     step may change too. Steps without drafts are not affected. A test fails once vLLM fixes it.
 
+    In a step without drafts it still applies `top_k` to the logits of no tokens, and the worker
+    dies of it if no request has a `top_p` (`k.max()` of nothing). Such requests therefore get the
+    largest `top_p` below 1, with which vLLM takes another path to the same distribution.
+
     Directly above vLLM's class in the method resolution order, so that it decides last.
     """
 
     _has_sampled = False
+
+    def add_request(self, request: Any) -> None:
+        if _has_top_k_alone(request):
+            request.sampling_params = request.sampling_params.clone()
+            request.sampling_params.top_p = LARGEST_TOP_P
+        super().add_request(request)
 
     def schedule(self, *arguments: Any, **settings: Any) -> Any:
         # Waiting requests count too: one of them may join this step.
@@ -133,6 +168,111 @@ class CpuSamplingWorkaround(Scheduler):  # type: ignore[misc]
 def _is_sampled(request: Any) -> bool:
     parameters = request.sampling_params
     return parameters is not None and parameters.temperature > 0
+
+
+def _has_top_k_alone(request: Any) -> bool:
+    return _is_sampled(request) and (
+        request.sampling_params.top_k > 0 and request.sampling_params.top_p >= 1
+    )
+
+
+class CpuSeedWorkaround:
+    """Put before a scheduler class: ignores seeds where they could end the engine, on CPUs.
+
+    After each part of a prompt but the last, vLLM 0.32 sets the random generator of a seeded
+    request back (`Generator.set_offset`), as if it had sampled nothing. Generators on CPUs cannot
+    be set back, and the engine dies of it. Without its seed, text is sampled from the same
+    distribution, but is not the same the next time. Where no step can be too small for all prompts,
+    or prompts are computed in one piece (`--no-enable-chunked-prefill`), seeds are kept.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        config = settings["vllm_config"]
+        scheduling, speculation = config.scheduler_config, config.speculative_config
+        draft_slots = 0 if speculation is None else speculation.max_num_new_slots_for_drafting
+        budget = scheduling.max_num_batched_tokens
+        budget = min(budget, scheduling.max_num_scheduled_tokens or budget)
+        largest = scheduling.max_num_seqs * (config.model_config.max_model_len + draft_slots)
+        # The threshold splits prompts even without chunked prefill.
+        self._keeps_seeds = not scheduling.long_prefill_token_threshold and (
+            not scheduling.enable_chunked_prefill or budget >= largest
+        )
+
+    def add_request(self, request: Any) -> None:
+        if not self._keeps_seeds and _is_seeded(request):
+            logger.warning_once(
+                "Leadout ignores the seeds of sampled requests: on CPUs, vLLM 0.32 ends if the "
+                "prompt of such a request is computed in parts. Start the server with "
+                "--no-enable-chunked-prefill and without --long-prefill-token-threshold to keep "
+                "seeds. With a drafter, it also needs --max-num-batched-tokens of at least the "
+                "maximum length plus the number of draft tokens."
+            )
+            request.sampling_params = request.sampling_params.clone()
+            request.sampling_params.seed = None
+        super().add_request(request)  # type: ignore[misc]
+
+
+def _is_seeded(request: Any) -> bool:
+    return _is_sampled(request) and request.sampling_params.seed is not None
+
+
+class LabelLogprobsWorkaround:
+    """Put before a scheduler class: log-probabilities of chosen tokens, beside drafts.
+
+    With a drafter, vLLM 0.32's V1 runner dies of a step in which a request names the tokens whose
+    log-probabilities it wants (`logprob_token_ids`, also set by /generative_scoring) and any
+    request wants some. Here the worker is asked for those of all tokens, and the chosen ones are
+    handed on.
+    """
+
+    requests: Mapping[str, Any]
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._vocab_size: int = settings["vllm_config"].model_config.get_vocab_size()
+        self._chosen: dict[str, list[int]] = {}  # tokens, by request
+
+    def add_request(self, request: Any) -> None:
+        parameters = request.sampling_params
+        if parameters is not None and parameters.logprob_token_ids is not None:
+            self._chosen[request.request_id] = list(parameters.logprob_token_ids)
+            request.sampling_params = parameters.clone()
+            request.sampling_params.logprob_token_ids = None
+            request.sampling_params.logprobs = self._vocab_size
+        super().add_request(request)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if self._chosen and model_runner_output.logprobs is not None:
+            model_runner_output.logprobs = self._with_chosen(model_runner_output)
+        return super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+
+    def _free_request(self, request: Any, *arguments: Any, **settings: Any) -> Any:
+        self._chosen.pop(request.request_id, None)
+        return super()._free_request(request, *arguments, **settings)  # type: ignore[misc]
+
+    def _with_chosen(self, output: Any) -> Any:
+        """The log-probabilities of a step: the sampled token first, then chosen or likely ones."""
+        found = output.logprobs
+        tokens, values = found.logprob_token_ids.copy(), found.logprobs.copy()  # [rows, 1 + tokens]
+        first_rows, width = found.cu_num_generated_tokens, 0
+        for request_id, index in output.req_id_to_index.items():
+            chosen, request = self._chosen.get(request_id), self.requests.get(request_id)
+            if chosen is None:
+                wanted = None if request is None else request.sampling_params.logprobs
+                width = max(width, self._vocab_size if wanted == -1 else wanted or 0)
+                continue
+            width = max(width, len(chosen))
+            first = index if first_rows is None else first_rows[index]
+            for row in range(first, first + len(output.sampled_token_ids[index])):
+                columns = 1 + np.argsort(tokens[row, 1:])[chosen]  # each token occurs once
+                tokens[row, 1 : 1 + len(chosen)] = tokens[row, columns]
+                values[row, 1 : 1 + len(chosen)] = values[row, columns]
+        return found._replace(
+            logprob_token_ids=tokens[:, : 1 + width], logprobs=values[:, : 1 + width]
+        )
 
 
 def make_control(vllm_config: Any) -> LiveControl:
@@ -188,7 +328,7 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
         self._control: LiveControl | None = None
         self._fail_safe = FailSafe("live control", on_failure=self._close_control)
         self._planned: Step | None = None
-        self._in_flight: deque[tuple[Any, Step]] = deque(maxlen=MAX_IN_FLIGHT)
+        self._in_flight: StepsInFlight[Step] = StepsInFlight()
         with self._fail_safe:
             self._control = make_control(settings["vllm_config"])
 
@@ -196,7 +336,7 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
         self._planned = self._plan()
         output = super().schedule(*arguments, **settings)
         if self._planned is not None and output.total_num_scheduled_tokens:
-            self._in_flight.append((output, self._planned))
+            self._in_flight.add(output, self._planned)
         self._planned = None
         return output
 
@@ -235,7 +375,7 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
         return None
 
     def _observe(self, scheduled: Any, output: Any) -> None:
-        step = self._step_of(scheduled)
+        step = self._in_flight.take(scheduled)
         if self._control is None or step is None:
             return
         with self._fail_safe:
@@ -257,14 +397,6 @@ class LiveScheduler(Scheduler):  # type: ignore[misc]
                     drafted=scheduled.num_spec_tokens_to_schedule,
                 ),
             )
-
-    def _step_of(self, scheduled: Any) -> Step | None:
-        """The step behind an output of `schedule`; None if it had nothing to do."""
-        for index, (output, step) in enumerate(self._in_flight):
-            if output is scheduled:
-                del self._in_flight[index]
-                return step
-        return None
 
     def _close_control(self) -> None:
         control, self._control = self._control, None

@@ -17,6 +17,7 @@ from leadout.control.policy import ladder_up_to
 from leadout.control.tuned_file import Range, Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.cuda_graphs import flags_for_all_batches, graph_notes
+from leadout.engine.hot_swap import version_to_start_with
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
 from leadout.engine.server import server_command
 from leadout.engine.settings import (
@@ -28,7 +29,9 @@ from leadout.engine.settings import (
     LiveSettings,
     RegistrySettings,
     ServeSettings,
+    read_key,
 )
+from leadout.engine.states_plan import refuse_without_states, states_flags
 from leadout.engine.tuned_plan import (
     DRAFT_LENGTH,
     DRAFT_LENGTH_BY_BATCH,
@@ -49,17 +52,21 @@ from leadout.engine.vllm_flags import (
     is_speculation,
     newly_loaded_endpoints,
     parse,
+    speculation_of,
     vllm_config_of,
     without_revision,
     without_speculation,
 )
+from leadout.errors import LeadoutError
 from leadout.findings import Severity
-from leadout.models import ModelNotFoundError, fingerprint, is_left_to_vllm, local_folder
+from leadout.models import ModelNotFoundError, commit_of, is_left_to_vllm, local_folder
 from leadout.pairing import examine
 from leadout.pairing.target import AS_OF, find_published, read_any_config
 from leadout.registry import Registry, RegistryError
+from leadout.sealed import Keys
 from leadout.settings import SettingsError
 from leadout.shards import ShardError
+from leadout.storage import StorageError, is_url, resolved
 
 AUTO = "auto"
 # What `--if-unfit bare` answers with a server without a drafter.
@@ -96,7 +103,7 @@ class _Planner:
         self._revision = None if parsed is None else parsed.revision
         self._download_dir = None if parsed is None else parsed.download_dir
         # What the user set in --speculative-config; the planner sets the rest.
-        self._speculation = dict((parsed and parsed.speculative_config) or {})
+        self._speculation = {} if parsed is None else speculation_of(parsed)
         self._other_flags = without_speculation(settings.vllm_flags)
         named = self._target_named_by_drafter()
         self._is_drafter = named is not None
@@ -133,6 +140,18 @@ class _Planner:
 
     def plan(self) -> Plan:
         settings, notes = self._settings, self._notes
+        if settings.states:
+            flags, states = states_flags(settings, self._target_folder("--states"), notes)
+            return self._with_features(flags, Features(states=states))
+        refuse_without_states(settings)
+        if settings.capture_upload is not None and settings.capture is None:
+            raise SettingsError(
+                "--capture-upload requires --capture: requests are written to a folder of this "
+                "machine first. Add it, or remove --capture-upload."
+            )
+        _require_object_store(settings.capture_upload)
+        if settings.registry_key is not None and settings.registry is None:
+            raise SettingsError("--registry-key requires --registry. Add it, or remove the key.")
         method = self._speculation.get("method", "dflash")
         if method != "dflash":
             for name in ("tuned", "live", "registry"):
@@ -174,11 +193,15 @@ class _Planner:
     def _with_drafter(self, drafter: str | None) -> Plan:
         settings, notes = self._settings, self._notes
         if settings.registry is not None:
+            if (revision := self._speculation.pop("revision", None)) is not None:
+                notes.append(f"revision {revision}: not used, since it names no drafter of yours")
             folder = self._target_folder("--registry")
-            drafter = _current_version(settings.registry, folder, drafter, notes)
+            drafter = _current_version(settings, settings.registry, folder, drafter, notes)
         elif drafter == AUTO:
-            drafter = _published_for(self._target, notes)
+            drafter = self._published()
         assert drafter is not None
+        if is_left_to_vllm(drafter):
+            return self._with_unexamined(drafter)
         folder = local_folder(drafter, self._speculation.get("revision"), self._download_dir)
         checkpoint = read_checkpoint(folder, as_served=True)
         load_weights(checkpoint)  # finds values that are not finite before the server does
@@ -202,25 +225,68 @@ class _Planner:
             tuned = None if settings.tuned is None else settings.tuned.resolve()
             features = replace(features, live=LiveSettings(tuned=tuned))
         if settings.registry is not None:
-            registry = RegistrySettings(folder=settings.registry.resolve())
+            key = None if settings.registry_key is None else settings.registry_key.resolve()
+            registry = RegistrySettings(folder=resolved(settings.registry), key=key)
             features = replace(features, registry=registry)
-        if features == Features():  # each feature comes with Leadout's scheduler
-            flags += _sound_scheduler(self._target, flags, notes)
-        return self._with_features(flags, features)
+        return self._with_features(self._drafting_flags(flags, features), features)
+
+    def _published(self) -> str:
+        """The drafter of `--draft auto`, in the revision that is examined here.
+
+        vLLM is given the commit: what it loads cannot be a later one that nobody has looked at.
+        """
+        found, revision = find_published(self._target), self._speculation.get("revision")
+        if found is None:
+            raise ModelNotFoundError(
+                f"--draft auto: no published drafter for {self._target} in the table of {AS_OF}. "
+                "Name a drafter with --draft."
+            )
+        note = f"drafter {found.drafter}: published for {found.target}, table of {AS_OF}"
+        commit = commit_of(local_folder(found.drafter, revision, self._download_dir))
+        if commit is not None:
+            self._speculation["revision"] = commit
+            note += f"; add --speculative-config.revision {commit} to keep to this one"
+        self._notes.append(note)
+        return found.drafter
+
+    def _with_unexamined(self, drafter: str) -> Plan:
+        """For a drafter that only vLLM can fetch."""
+        for name in ("tuned", "live"):
+            if getattr(self._settings, name):
+                raise SettingsError(
+                    f"--{name} needs a drafter whose files are in a folder or on the Hugging Face "
+                    f"hub, got {drafter}, which only vLLM can fetch. Download it and name the "
+                    f"folder, or remove --{name}."
+                )
+        self._notes.append(f"drafter {drafter}: only vLLM can fetch it; passed on, not examined")
+        speculation = {**self._speculation, "method": "dflash", "model": drafter}
+        flags = [*self._other_flags, "--speculative-config", json.dumps(speculation)]
+        features = Features(capture=self._settings.capture_settings)
+        return self._with_features(self._drafting_flags(flags, features), features)
+
+    def _drafting_flags(self, flags: list[str], features: Features) -> list[str]:
+        if features != Features():  # each feature comes with Leadout's scheduler
+            return flags
+        return [*flags, *_sampling_workaround(self._target, flags, self._notes)]
 
     def _without_drafter(self, flags: list[str]) -> Plan:
         """Capture and calibration are the features that need no drafter."""
-        capture, calibration = self._settings.capture_settings, self._calibration
-        return self._with_features(flags, Features(capture=capture, calibration=calibration))
+        features = Features(capture=self._settings.capture_settings, calibration=self._calibration)
+        if features == Features():
+            flags = [*_seed_scheduler(self._target, flags, self._notes), *flags]
+        return self._with_features(flags, features)
 
     def _with_features(self, flags: list[str], features: Features) -> Plan:
         notes, capture = self._notes, features.capture
         if capture is not None:
             self._require_own_folder(capture)
+            how = ", encrypted" if Keys.read(capture.key).are_given else ""
             notes.append(
                 f"--capture: token ids of {capture.rate:.0%} of the requests are kept in "
-                f"{capture.folder}"
+                f"{capture.folder}{how}"
             )
+        if capture is not None and capture.upload is not None:
+            notes.append(f"--capture-upload: finished files are moved to {capture.upload}")
         if features != Features():
             flags = [*flags, *feature_flags(features, parse(self._target, flags))]
         environment = feature_environment(features)
@@ -271,16 +337,21 @@ class _Planner:
                 notes.append(NOTHING_TO_DRAFT)
                 return flags
             notes.append(f"--tuned: {json.dumps(lengths)}")
-        flags = [*flags, *_idle_drafter(self._target, flags, lengths, config)]
-        draft_tokens, table = lengths[DRAFT_LENGTH], lengths.get(DRAFT_LENGTH_BY_BATCH)
+        ours = {"method": "dflash", "model": drafter, **lengths}
+        speculation = {**self._speculation, **ours}
+        draft_tokens, table = lengths[DRAFT_LENGTH], speculation.get(DRAFT_LENGTH_BY_BATCH)
+        if table:
+            flags = [*flags, *_idle_drafter(self._target, flags, config)]
         # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
         raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
-        if config.parallel_config.data_parallel_size > 1 and table:
+        if config.parallel_config.data_parallel_size > 1 and DRAFT_LENGTH_BY_BATCH in lengths:
             # vLLM would drop it; Leadout's parts in the engines set it.
-            self._draft_table = DraftTableSettings(rows=lengths.pop(DRAFT_LENGTH_BY_BATCH))
-        ours = {"method": "dflash", "model": drafter, **lengths}
-        flags = [*flags, "--speculative-config", json.dumps({**self._speculation, **ours})]
+            self._draft_table = DraftTableSettings(rows=speculation.pop(DRAFT_LENGTH_BY_BATCH))
+        flags = [*flags, "--speculative-config", json.dumps(speculation)]
         config = vllm_config_of(self._target, flags)
+        if room := _room_for_drafts(self._target, flags, config, notes):
+            flags = [*flags, *room]
+            config = vllm_config_of(self._target, flags)
         findings = examine(pair_of(config))
         notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
         raise_if_unfit(findings)
@@ -292,18 +363,16 @@ class _Planner:
         elif tuned is not None and not is_live:
             measured = served_table(tuned, config)
             flags = with_graphs_for(measured, parse(self._target, flags), flags, config, notes)
-        elif is_live:
-            notes += graph_notes(config)[:1]  # of the largest K: those of the others end later
-            if table:
-                flags += flags_for_all_batches(
-                    parse(self._target, flags), config, {k for _, _, k in table}
-                )
         else:
-            notes += graph_notes(config)
+            # With live control of the largest K: those of the others end later.
+            notes += graph_notes(config)[: 1 if is_live else None]
+            if table:  # Leadout's ladder, or the user's own
+                lengths_in_use = {min(k, draft_tokens) for _, _, k in table}
+                flags += flags_for_all_batches(parse(self._target, flags), config, lengths_in_use)
         return flags
 
 
-def _sound_scheduler(target: str, flags: list[str], notes: list[str]) -> list[str]:
+def _sampling_workaround(target: str, flags: list[str], notes: list[str]) -> list[str]:
     """On CPUs, flags for the scheduler that works around vLLM's wrong sampling with drafts."""
     from vllm.platforms import current_platform
 
@@ -318,6 +387,40 @@ def _sound_scheduler(target: str, flags: list[str], notes: list[str]) -> list[st
         f"{SCHEDULER} avoids this"
     )
     return []
+
+
+def _seed_scheduler(target: str, flags: list[str], notes: list[str]) -> list[str]:
+    """On CPUs, flags for the scheduler that keeps seeded requests from ending the server."""
+    from vllm.platforms import current_platform
+
+    parsed = parse(target, flags)
+    if not current_platform.is_cpu() or parsed.scheduler_cls is not None:
+        return []
+    if parsed.enable_chunked_prefill is False and not parsed.long_prefill_token_threshold:
+        return []
+    notes.insert(0, "on CPUs seeds are ignored unless --no-enable-chunked-prefill: docs/limits.md")
+    return ["--scheduler-cls", SCHEDULER]
+
+
+def _room_for_drafts(target: str, flags: list[str], config: Any, notes: list[str]) -> list[str]:
+    """Flags with which the longest prompt and its drafts fit into a step, if they must.
+
+    Without chunked prefill vLLM 0.32 accepts a prompt that does not, and it and all requests
+    behind it wait for ever.
+    """
+    scheduling, length = config.scheduler_config, config.model_config.max_model_len
+    needed = length + config.speculative_config.max_num_new_slots_for_drafting
+    if scheduling.enable_chunked_prefill or scheduling.max_num_batched_tokens >= needed:
+        return []
+    if parse(target, flags).max_num_batched_tokens is not None:
+        raise SettingsError(
+            f"--max-num-batched-tokens is {scheduling.max_num_batched_tokens}, but without chunked "
+            f"prefill expected at least {needed}: the longest prompt ({length} tokens) and its "
+            "drafts, or long prompts would wait for ever. Raise it, lower --max-model-len, or "
+            "remove --no-enable-chunked-prefill."
+        )
+    notes.append(f"--max-num-batched-tokens {needed}: the longest prompt and its drafts")
+    return ["--max-num-batched-tokens", str(needed)]
 
 
 def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -> int:
@@ -338,39 +441,40 @@ def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -
     return min(asked, limit)
 
 
+def _require_object_store(upload: str | None) -> None:
+    """Refuse a folder for captured traffic: files of a storage are readable for everyone."""
+    if upload is not None and (not is_url(upload) or upload.startswith(("file://", "local://"))):
+        raise SettingsError(
+            f"--capture-upload {upload} is a folder, expected the URL of an object store such as "
+            "s3://BUCKET/PREFIX. Name one, or remove --capture-upload: --capture keeps the traffic "
+            "in a folder that only you can read."
+        )
+
+
 # Which drafter
 
 
-def _published_for(target: str, notes: list[str]) -> str:
-    found = find_published(target)
-    if found is None:
-        raise ModelNotFoundError(
-            f"--draft auto: no published drafter for {target} in the table of {AS_OF}. Name a "
-            "drafter with --draft."
-        )
-    notes.append(f"drafter {found.drafter}: published for {found.target}, table of {AS_OF}")
-    return found.drafter
-
-
-def _current_version(folder: Path, target: Path, drafter: str | None, notes: list[str]) -> str:
+def _current_version(
+    settings: ServeSettings, place: str, target: Path, drafter: str | None, notes: list[str]
+) -> str:
     """The folder of the version that the registry points to; `target` is the target's."""
     if drafter is not None:
         raise SettingsError(
             f"--registry cannot be combined with the drafter {drafter}. Remove --draft, or publish "
             "the drafter with `leadout learn --start`."
         )
-    registry = Registry(folder.resolve())
-    pointer = registry.require_pointer()
-    manifest = registry.verify(pointer.version)
-    found = fingerprint(target)
-    if manifest.target_fingerprint != found:
-        raise RegistryError(
-            f"--registry {folder} holds drafters for the target with fingerprint "
-            f"{manifest.target_fingerprint[:12]}; {target} has {found[:12]}. Serve the registry's "
-            "target, or start a new registry."
-        )
-    notes.append(f"--registry: version {pointer.version}, later versions as they are promoted")
-    return str(registry.path(pointer.version))
+    registry = Registry(resolved(place), read_key(settings.registry_key))
+    pointed = registry.require_pointer().version
+    try:
+        version, problem = version_to_start_with(registry, target)
+    except StorageError:  # not now: this is nothing that is wrong with the registry
+        raise
+    except LeadoutError as found:
+        raise RegistryError(f"--registry {place}: {found}") from None
+    if problem is not None:
+        notes.append(f"--registry: version {pointed} cannot be served: {problem}")
+    notes.append(f"--registry: version {version}, later versions as they are promoted")
+    return str(registry.path(version))
 
 
 def _require_independent_ranks(flag: str, vllm_config: Any) -> None:
@@ -412,11 +516,9 @@ def ladder_table(
     return {DRAFT_LENGTH_BY_BATCH: [(1, first, max_drafts), *rows]}
 
 
-def _idle_drafter(
-    target: str, flags: list[str], lengths: Mapping[str, Any], vllm_config: Any
-) -> list[str]:
+def _idle_drafter(target: str, flags: list[str], vllm_config: Any) -> list[str]:
     """On the V2 runner, flags for the worker whose drafter suits a table of K."""
-    if not vllm_config.use_v2_model_runner or DRAFT_LENGTH_BY_BATCH not in lengths:
+    if not vllm_config.use_v2_model_runner:
         return []
     if parse(target, flags).worker_cls != "auto":  # the user's own
         return []

@@ -20,7 +20,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from leadout.engine.child_process import EngineError, descendants, log_tail, processor_seconds
+from leadout.engine.child_process import (
+    EngineError,
+    descendants,
+    log_tail,
+    processor_seconds,
+    without_torchrun,
+)
 from leadout.engine.installation import installed_distribution
 
 HOST = "127.0.0.1"
@@ -43,7 +49,7 @@ def server_command(model: str | Path, arguments: Sequence[str]) -> list[str]:
 
 
 class Server:
-    """A vLLM server on a free local port, for as long as the `with` block lasts.
+    """A vLLM server on a local port, a free one by default, for as long as the `with` block lasts.
 
     `command` is any command that accepts vLLM's `--host` and `--port`.
     """
@@ -54,13 +60,14 @@ class Server:
         *,
         log: Path,
         environment: Mapping[str, str] | None = None,
-        startup_seconds: float = 300.0,
+        startup_seconds: float = 1200.0,
+        port: int | None = None,
     ) -> None:
         self.log = log
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.url = f"http://{HOST}:{self.port}"
         self._command = [*command, "--host", HOST, "--port", str(self.port)]
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = without_torchrun({**os.environ, **(environment or {})})
         self._startup_seconds = startup_seconds
         self._guard: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None

@@ -126,33 +126,48 @@ def choose_turns(
     flags: Sequence[str] = (),
     *,
     can_stop: bool = True,
-    devices: int = 1,
 ) -> Turns:
     """Together if the memory that is free holds all servers, otherwise one at a time.
 
-    `folders` are those of the target and of the drafters, whose weights are divided by `devices`.
-    Weights that are not downloaded yet have an unknown size, so their servers are started one at a
-    time. `flags` are the user's, who may have given each server too much of the memory.
+    `folders` are those of the target and of the drafters. Weights that are not downloaded yet have
+    an unknown size, so their servers are started one at a time. `flags` are the user's: they may
+    divide the weights among several devices, or give each server too much of the memory.
     """
     sizes = [weight_bytes(folder) for folder in folders]
     if not all(sizes):
         return "single"
-    weights = sum(sizes) / devices
+    weights = sum(sizes)
     if not on_cpu:
         import torch
 
-        asked = flag_value(_GPU_MEMORY_FLAG, flags)
+        asked = flag_value(flags, _GPU_MEMORY_FLAG)
         if not torch.cuda.is_available() or (asked and servers * float(asked) > _GPU_MEMORY):
             return "single"
         free, _ = torch.cuda.mem_get_info()
         # A cache that is divided holds fewer requests; a tenth of the memory is left to each.
-        fits = servers * (_WEIGHT_FACTOR * weights + 0.1 * free) < free
+        own = _WEIGHT_FACTOR * weights / devices_of(flags)
+        fits = servers * (own + 0.1 * free) < free
         return "waves" if fits else "single"
     cache = float(os.environ.get(KV_SPACE, SMALL_KV_SPACE)) * _GIB
     needed = servers * (_WEIGHT_FACTOR * weights + cache + _PROCESS_BYTES)
-    if needed >= _available_bytes():
+    if needed >= available_bytes():
         return "single"
     return "slices" if can_stop else "waves"
+
+
+def devices_of(flags: Sequence[str]) -> int:
+    """How many devices a server with these flags divides its weights among."""
+    devices = 1
+    for names in (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")):
+        value = flag_value(flags, *names)
+        # Anything but a number is refused by vLLM, with its own words.
+        devices *= int(value) if value is not None and value.isdecimal() else 1
+    return max(devices, 1)
+
+
+def model_location(flags: Sequence[str]) -> tuple[str | None, str | None]:
+    """The target's revision and the folder for downloads, as `models.local_folder` takes them."""
+    return flag_value(flags, "--revision"), flag_value(flags, "--download-dir")
 
 
 def machine_flags(on_cpu: bool, servers: int) -> list[str]:
@@ -173,6 +188,6 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

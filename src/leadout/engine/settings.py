@@ -15,12 +15,13 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from leadout.control.prompt_lookup import MIN_MATCH
-from leadout.errors import LeadoutError
-from leadout.registry import VERSIONS, Registry
+from leadout.errors import LeadoutError, shortened, shown
+from leadout.registry import Registry, RegistryKey
 from leadout.settings import Settings, setting
+from leadout.storage import Place, resolved
 
 LIVE, CAPTURE, REGISTRY, DRAFT_TABLE = "live", "capture", "registry", "draft_table"
-CALIBRATION = "calibration"
+CALIBRATION, STATES = "calibration", "states"
 # vLLM's `scheduler_cls` for every part that works in the scheduler.
 SCHEDULER = "leadout.engine.scheduler.make_scheduler"
 # vLLM's `worker_cls` for a server that may stop drafting, on the V2 runner.
@@ -56,16 +57,19 @@ class CaptureSettings(Section):
     """Capture: keep the token ids of finished requests in a folder."""
 
     folder: Path | None = None
+    upload: Place | None = None  # where finished files are moved to
     rate: float = Field(default=1.0, gt=0, le=1)  # fraction of the requests
     max_bytes: int = Field(default=1 << 30, ge=1 << 16)
     max_days: float = Field(default=30.0, gt=0)
+    key: Path | None = None  # file with keys that encrypt what is kept
     redactor: str | None = None  # an entry point in the group `leadout.redactors`
 
 
 class RegistrySettings(Section):
     """Rollout: follow the pointer of a registry."""
 
-    folder: Path
+    folder: Place  # or URL
+    key: Path | None = None  # only versions that it has signed are served
 
 
 class DraftTableSettings(Section):
@@ -86,6 +90,18 @@ class CalibrationSettings(Section):
     max_batch: int = Field(ge=1)  # the largest batch that is measured
 
 
+class StatesSettings(Section):
+    """Hidden states: write those of every request into a folder."""
+
+    folder: Path
+    # Ascending; the last one is the target's last layer.
+    layer_ids: tuple[int, ...] = Field(min_length=1)
+    target_fingerprint: str
+    fp8: bool = False
+    max_bytes: int = Field(default=4 << 30, ge=1 << 16)  # of files that wait to be read
+    max_seconds: float = Field(default=600.0, gt=0)  # until an unread file may be removed
+
+
 _Section = TypeVar("_Section", bound=Section)
 
 
@@ -101,10 +117,10 @@ def read_section(vllm_config: Any, name: str, kind: type[_Section]) -> _Section:
         return kind.model_validate(sections_of(vllm_config).get(name, {}))
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in ("leadout", name, *first["loc"]))
+        field = shortened(".".join(str(part) for part in ("leadout", name, *first["loc"])))
         raise EngineSettingsError(
-            f"additional_config: {field} is {first['input']!r}: {first['msg']}. Correct it, or "
-            "leave it out for the default."
+            f"additional_config: {field} is {shown(first['input'])}: {first['msg']}. Correct it, "
+            "or leave it out for the default."
         ) from None
 
 
@@ -148,18 +164,22 @@ def followed_registry(vllm_config: Any) -> Registry | None:
     """The registry whose pointer this server follows, if any."""
     if REGISTRY not in sections_of(vllm_config):
         return None
-    return Registry(read_section(vllm_config, REGISTRY, RegistrySettings).folder)
+    settings = read_section(vllm_config, REGISTRY, RegistrySettings)
+    return Registry(settings.folder, read_key(settings.key))
+
+
+def read_key(path: Path | None) -> RegistryKey | None:
+    return None if path is None else RegistryKey.read(path)
 
 
 def version_of_drafter(registry: Registry, drafter: str) -> int | None:
     """The version whose folder this is; `leadout serve --registry` gives vLLM such a folder."""
     folder = Path(drafter)
-    if folder.parent != registry.folder / VERSIONS or not folder.name.isdigit():
-        return None
-    return int(folder.name)
+    is_one = folder.name.isdigit() and registry.path(int(folder.name)) == folder
+    return int(folder.name) if is_one else None
 
 
-_DRAFTER, _LENGTH, _CAPTURE = "Drafter", "Draft length", "Capture"
+_DRAFTER, _LENGTH, _CAPTURE, _STATES = "Drafter", "Draft length", "Capture", "Hidden states"
 
 
 class ServeSettings(Settings):
@@ -177,9 +197,16 @@ class ServeSettings(Settings):
         panel=_DRAFTER,
         metavar="DRAFTER",
     )
-    registry: Path | None = setting(
+    registry: Place | None = setting(
         None,
-        "Registry of `leadout learn`: serve its current drafter and swap in new versions.",
+        "Registry of `leadout learn`, a folder or an s3:// URL: serve its current drafter and swap "
+        "in new versions.",
+        panel=_DRAFTER,
+        metavar="PLACE",
+    )
+    registry_key: Path | None = setting(
+        None,
+        "File with the public key of the registry: serve only versions that it has signed.",
         panel=_DRAFTER,
     )
     if_unfit: Literal["refuse", "bare"] = setting(
@@ -202,8 +229,47 @@ class ServeSettings(Settings):
         "Folder in which to keep the token ids of finished requests. Off by default.",
         panel=_CAPTURE,
     )
+    capture_upload: Place | None = setting(
+        None,
+        "s3:// URL to which finished files of --capture are moved, for `leadout learn --traffic`.",
+        panel=_CAPTURE,
+        metavar="URL",
+    )
     capture_rate: float = setting(
         1.0, "Fraction of the requests to capture.", panel=_CAPTURE, ge=0.0001, le=1
+    )
+    capture_key: Path | None = setting(
+        None,
+        "File with keys, one in each line: the first one encrypts what is kept. Default: the "
+        "variable LEADOUT_CAPTURE_KEY, if it is set.",
+        panel=_CAPTURE,
+    )
+    states: bool = setting(
+        False,
+        "Hand out the target's hidden states, for `leadout train --states-from`.",
+        panel=_STATES,
+    )
+    layers: tuple[int, ...] | None = setting(
+        None,
+        "Layer whose output is handed out; repeatable. The last layer always is. [default: 5 "
+        "layers, evenly spaced, as `leadout train` taps them]",
+        panel=_STATES,
+    )
+    states_fp8: bool = setting(
+        False,
+        "Hand out states in FP8 with a scale per token and layer: half the bytes.",
+        panel=_STATES,
+    )
+    states_folder: Path | None = setting(
+        None,
+        "Folder in which states wait to be read. [default: one in shared memory]",
+        panel=_STATES,
+    )
+    states_backlog: float = setting(
+        4.0,
+        "GiB of states that may wait to be read; further requests wait.",
+        panel=_STATES,
+        gt=0,
     )
     vllm_flags: tuple[str, ...] = setting((), "Flags for vLLM's server.", panel="hidden")
 
@@ -211,4 +277,10 @@ class ServeSettings(Settings):
     def capture_settings(self) -> CaptureSettings | None:
         if self.capture is None:
             return None
-        return CaptureSettings(folder=self.capture.resolve(), rate=self.capture_rate)
+        upload = None if self.capture_upload is None else resolved(self.capture_upload)
+        return CaptureSettings(
+            folder=self.capture.resolve(),
+            upload=upload,
+            rate=self.capture_rate,
+            key=None if self.capture_key is None else self.capture_key.resolve(),
+        )

@@ -1,8 +1,9 @@
 """Seconds of an engine's steps, also with scheduling ahead of the model and in stopped processes.
 
 `StepClock.start` marks the moment at which a step is scheduled, `StepClock.end` returns its seconds
-when its output has arrived. With several steps in flight, one effectively starts when the one
-before it ends; the time for which an engine has nothing to do belongs to no step.
+when its output has arrived. `StepsInFlight` keeps what a scheduler knows about a step until then.
+With several steps in flight, one effectively starts when the one before it ends; the time for which
+an engine has nothing to do belongs to no step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from typing import Any, NamedTuple
+from collections import deque
+from typing import Any, Generic, NamedTuple, TypeVar
+
+MAX_IN_FLIGHT = 64  # outputs that never come back must not accumulate
+Note = TypeVar("Note")
 
 
 class Continuations:
@@ -67,3 +72,22 @@ class StepClock:
         if CONTINUATIONS.count != started.continuations:
             return None
         return self._last_end.seconds - started.seconds
+
+
+class StepsInFlight(Generic[Note]):
+    """A note on each step whose output has not arrived: several, if scheduling runs ahead."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Any, Note]] = deque(maxlen=MAX_IN_FLIGHT)
+
+    def add(self, scheduled: Any, note: Note) -> None:
+        """`scheduled` is what vLLM's `schedule` has returned."""
+        self._steps.append((scheduled, note))
+
+    def take(self, scheduled: Any) -> Note | None:
+        """The note on this step, which has ended; None if there is none."""
+        for index, (output, note) in enumerate(self._steps):
+            if output is scheduled:
+                del self._steps[index]
+                return note
+        return None

@@ -10,23 +10,25 @@ of its flags. Importing this needs no vLLM.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import ValidationError
+
 from leadout.control.tuned_file import ServerConfig
 from leadout.engine.child_process import EngineError, Message
 from leadout.engine.counters import read_small, write_small
 from leadout.engine.settings import CALIBRATION, CalibrationSettings, read_section
-from leadout.engine.step_clock import Moment, StepClock
+from leadout.engine.step_clock import Moment, StepClock, StepsInFlight
+from leadout.files import first_problem, opened
 
 ROUND_OPTION = "leadout_round"  # in a request's `vllm_xargs`
 DRAFTING_IN_A_ROW = 4
-MAX_IN_FLIGHT = 64  # outputs that never come back must not accumulate
 NO_ROUND = -1
 _STEPS, _SERVER = "steps.jsonl", "server.json"
+_MAX_BYTES = 64 << 20  # of steps that are read at once; a round has far fewer
 
 
 class RoundTag(NamedTuple):
@@ -75,7 +77,7 @@ class ServerFacts(Message):
     config: ServerConfig
 
 
-def facts_of(vllm_config: Any) -> ServerFacts:
+def server_facts(vllm_config: Any) -> ServerFacts:
     from leadout.engine.vllm_adapter import model_runner
 
     return ServerFacts(
@@ -114,18 +116,18 @@ class StepRecordingMixin:
         config = settings["vllm_config"]
         folder = read_section(config, CALIBRATION, CalibrationSettings).folder
         self._clock = StepClock()
-        self._in_flight: deque[tuple[Any, Moment]] = deque(maxlen=MAX_IN_FLIGHT)
+        self._in_flight: StepsInFlight[Moment] = StepsInFlight()
         self._round = NO_ROUND
         self._lengths: Iterator[int] = repeat(self.num_spec_tokens)
         # The reader shortens the file, so every line goes to wherever it ends now.
         self._file = os.open(folder / _STEPS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        write_small(facts_of(config), folder / _SERVER)
+        write_small(server_facts(config), folder / _SERVER)
 
     def schedule(self, *arguments: Any, **settings: Any) -> Any:
         scheduled = self._clock.start()
         output = super().schedule(*arguments, **settings)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
-            self._in_flight.append((output, scheduled))
+            self._in_flight.add(output, scheduled)
         return output
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
@@ -135,13 +137,11 @@ class StepRecordingMixin:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for index, (output, scheduled) in enumerate(self._in_flight):
-            if output is scheduler_output:
-                del self._in_flight[index]
-                seconds = self._clock.end(scheduled)
-                record = self._record(scheduler_output, model_runner_output, seconds)
-                os.write(self._file, record.model_dump_json().encode() + b"\n")
-                break
+        scheduled = self._in_flight.take(scheduler_output)
+        if scheduled is not None:
+            seconds = self._clock.end(scheduled)
+            record = self._record(scheduler_output, model_runner_output, seconds)
+            os.write(self._file, record.model_dump_json().encode() + b"\n")
         return super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -195,12 +195,18 @@ class RecordedSteps:
 
     def new(self) -> list[StepRecord]:
         """The steps since the last call."""
-        with self._path.open("rb") as file:
+        with opened(self._path) as file:
             file.seek(self._read)
-            content = file.read()
+            content = file.read(_MAX_BYTES)
         complete = content[: content.rfind(b"\n") + 1]
         self._read += len(complete)
-        return [StepRecord.model_validate_json(line) for line in complete.splitlines()]
+        try:
+            return [StepRecord.model_validate_json(line) for line in complete.splitlines()]
+        except ValidationError as problem:
+            raise EngineError(
+                f"{self._path} has a line that no server wrote ({first_problem(problem, 'line')}). "
+                "Is another program writing there? Run the command again."
+            ) from None
 
     def clear(self) -> None:
         """Forget all steps up to now, so that the file stays as small as one round's."""

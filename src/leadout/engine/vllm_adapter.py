@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -29,13 +30,17 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _REQUEST = "vllm.v1.request:Request"
 _OUTPUT = "vllm.v1.core.sched.output:SchedulerOutput"
 _RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
+_LOGPROBS = "vllm.v1.outputs:LogprobsLists"
 _DFLASH = "vllm.model_executor.models.qwen3_dflash"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _LINEAR = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+_LOADER = "vllm.model_executor.model_loader.utils"
+_INTERFACES = "vllm.model_executor.models.interfaces"
 _ALGORITHMS = "vllm.transformers_utils.configs.speculators.algos"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 
 if TYPE_CHECKING:
     AggregateStatLoggerBase: Any
@@ -43,17 +48,22 @@ if TYPE_CHECKING:
     DFlashQwen3ForCausalLM: Any
     DFlashQwen3Model: Any
     FlexibleArgumentParser: Any
+    HiddenStatesConnector: Any
+    HiddenStatesMetadata: Any
     RequestStatus: Any
     Scheduler: Any
     UnquantizedEmbeddingMethod: Any
     UnquantizedLinearMethod: Any
     dflash_layer_causal: Any
+    extract_from_kv_cache: Any
     get_attn_backend: Any
     get_forward_context: Any
+    get_model_cls: Any
     is_pin_memory_available: Any
     make_arg_parser: Any
     register_speculator: Any
     rms_norm: Any
+    supports_eagle3: Any
     update_dflash: Any
 else:
 
@@ -70,17 +80,22 @@ OBJECTS = {
     "DFlashQwen3ForCausalLM": f"{_DFLASH}:DFlashQwen3ForCausalLM",
     "DFlashQwen3Model": f"{_DFLASH}:DFlashQwen3Model",
     "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",
+    "HiddenStatesConnector": f"{_CONNECTOR}:ExampleHiddenStatesConnector",
+    "HiddenStatesMetadata": f"{_CONNECTOR}:ExampleHiddenStatesConnectorMetadata",
     "RequestStatus": "vllm.v1.request:RequestStatus",
     "Scheduler": _SCHEDULER,
     "UnquantizedEmbeddingMethod": _EMBEDDING,
     "UnquantizedLinearMethod": _LINEAR,
     "dflash_layer_causal": f"{_DFLASH}:_dflash_layer_causal",
+    "extract_from_kv_cache": f"{_CONNECTOR}:extract_from_kv_cache",
     "get_attn_backend": "vllm.v1.attention.selector:get_attn_backend",
     "get_forward_context": "vllm.forward_context:get_forward_context",
+    "get_model_cls": f"{_LOADER}:get_model_cls",
     "is_pin_memory_available": "vllm.utils.platform_utils:is_pin_memory_available",
     "make_arg_parser": "vllm.entrypoints.launchers.cli_args:make_arg_parser",
     "register_speculator": f"{_ALGORITHMS}:register_speculator",
     "rms_norm": "vllm._custom_ops:rms_norm",
+    "supports_eagle3": f"{_INTERFACES}:supports_eagle3",
     "update_dflash": f"{_ALGORITHMS}:update_dflash",
 }
 
@@ -89,12 +104,16 @@ STEP_RECORDS = "recording of steps"
 CAPTURE_OF_TRAFFIC = "capture"
 ROLLOUT = "rollout of drafter versions"
 SAMPLING_WORKAROUND = "workaround for sampling on CPUs"
+SEED_WORKAROUND = "workaround for seeds on CPUs"
+LABEL_WORKAROUND = "workaround for log-probabilities of chosen tokens"
 IDLE_DRAFTER = "skipping of drafts at K = 0"
 DRAFT_CLASS = "draft model class"
 CAUSALITY = "correction of a drafter's causality"
 DRAFT_RECORDING = "recording of drafts"
 ATTENTION_CHECK = "check of the drafter's attention"
+TARGET_CHECK = "check of the target's model class"
 METRICS = "metrics"
+STATE_EXTRACTION = "extraction of hidden states"
 
 # Attribute of a linear layer on CPUs: a function of the packed weight.
 CPU_KERNEL = "cpu_linear"
@@ -119,7 +138,11 @@ def _attributes(owner: str, names: str) -> tuple[Internal, ...]:
 
 
 _FREE_REQUEST = Internal(_SCHEDULER, "_free_request", "self, request, delay_free_blocks=")
+_ADD_REQUEST = Internal(_SCHEDULER, "add_request", "self, request")
 _UPDATE_AFTER = Internal(_SCHEDULER, "_update_after_schedule", "self, scheduler_output")
+_UPDATE_FROM = Internal(
+    _SCHEDULER, "update_from_output", "self, scheduler_output, model_runner_output"
+)
 _SCHEDULE = Internal(_SCHEDULER, "schedule", "self, throttle_prefills=")
 _PROPOSE = Internal(
     _SPECULATOR,
@@ -133,7 +156,7 @@ _PROPOSE = Internal(
 _WATCHED_STEP = (
     _SCHEDULE,
     _UPDATE_AFTER,
-    Internal(_SCHEDULER, "update_from_output", "self, scheduler_output, model_runner_output"),
+    _UPDATE_FROM,
     Internal(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         "_update_after_schedule",
@@ -172,7 +195,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
     ),
     ROLLOUT: (
         _FREE_REQUEST,
-        Internal(_SCHEDULER, "add_request", "self, request"),
+        _ADD_REQUEST,
         Internal(
             _SCHEDULER, "reset_prefix_cache", "self, reset_running_requests=, reset_connector="
         ),
@@ -202,12 +225,31 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "collective_rpc",
             "self, method, timeout=, args=, kwargs=",
         ),
+        *_attributes("vllm.v1.engine.async_llm:AsyncLLM", "engine_core output_handler"),
+        *_attributes("vllm.v1.engine.core_client:MPClient", "resources _finalizer"),
+        *_attributes("vllm.v1.engine.core_client:BackgroundResources", "engine_manager"),
+        *_attributes("vllm.v1.engine.utils:CoreEngineProcManager", "failed_proc_name"),
     ),
     SAMPLING_WORKAROUND: (
         _SCHEDULE,
         _UPDATE_AFTER,
+        _ADD_REQUEST,
         *_attributes(_SCHEDULER, "running requests"),
         *_attributes(_REQUEST, "spec_token_ids sampling_params"),
+    ),
+    SEED_WORKAROUND: (
+        _ADD_REQUEST,
+        *_attributes(_REQUEST, "sampling_params"),
+        *_attributes("vllm.config.speculative:SpeculativeConfig", "max_num_new_slots_for_drafting"),
+    ),
+    LABEL_WORKAROUND: (
+        _ADD_REQUEST,
+        _FREE_REQUEST,
+        _UPDATE_FROM,
+        *_attributes(_SCHEDULER, "requests"),
+        *_attributes(_REQUEST, "sampling_params"),
+        *_attributes(_RUNNER_OUTPUT, "sampled_token_ids req_id_to_index logprobs"),
+        *_attributes(_LOGPROBS, "logprob_token_ids logprobs cu_num_generated_tokens"),
     ),
     IDLE_DRAFTER: (
         _PROPOSE,
@@ -277,6 +319,31 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "head_size, dtype, kv_cache_dtype, use_mla=, has_sink=, use_sparse=, use_mm_prefix=, "
             "use_per_head_quant_scales=, attn_type=, num_heads=, has_sliding_window=",
         ),
+    ),
+    STATE_EXTRACTION: (
+        *(
+            Internal(f"{_CONNECTOR}:ExampleHiddenStatesConnector", name, parameters)
+            for name, parameters in (
+                ("__init__", "self, vllm_config, role, kv_cache_config"),
+                ("_submit_async_write", "self, pending"),
+                ("get_finished", "self, finished_req_ids"),
+                ("request_finished", "self, request, block_ids"),
+                ("request_finished_all_groups", "self, request, block_ids"),
+            )
+        ),
+        Internal(_CONNECTOR, "extract_from_kv_cache", "kv_cache, slot_mapping, num_tokens"),
+        *_attributes(
+            f"{_CONNECTOR}:ExampleHiddenStatesConnector",
+            "_block_size _executor _get_copy_stream _is_tp_rank_zero _kv_cache _pending_saves "
+            "_req_copy_events "
+            "_req_futures _request_filenames _storage_path use_lock",
+        ),
+        *_attributes(_REQUEST, "num_prompt_tokens status"),
+        *_attributes("vllm.v1.request:RequestStatus", "FINISHED_ABORTED"),
+    ),
+    TARGET_CHECK: (
+        Internal(_LOADER, "get_model_cls", "model_config"),
+        Internal(_INTERFACES, "supports_eagle3", "model"),
     ),
     METRICS: (
         Internal(
@@ -428,6 +495,31 @@ async def call_workers(
         "collective_rpc", method, None, args, None
     )
     return [result for results in by_engine for result in results]
+
+
+def watch_for_failure(engine: Any) -> Callable[[], bool]:
+    """Returns a function that says whether the engine of a client has failed by itself.
+
+    vLLM's own `errored` is also true after an orderly stop: its client ends the engine before the
+    server. But then it has detached its finalizer before the engine's outputs end.
+    """
+    has_failed = False
+
+    def outputs_end(handler: Any) -> None:
+        nonlocal has_failed
+        finalizer = getattr(engine.engine_core, "_finalizer", None)
+        has_failed = not handler.cancelled() and bool(getattr(finalizer, "alive", False))
+
+    def answer() -> bool:
+        resources = getattr(getattr(engine, "engine_core", None), "resources", None)
+        manager = getattr(resources, "engine_manager", None)
+        # The name is set if a process ended, such as by a signal, without having been told to.
+        return has_failed or getattr(manager, "failed_proc_name", None) is not None
+
+    handler = getattr(engine, "output_handler", None)
+    if handler is not None:
+        handler.add_done_callback(outputs_end)
+    return answer
 
 
 def is_asleep(worker: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Flags of vLLM's server: what the user's mean, and which ones switch Leadout's features on.
+"""Flags of vLLM: what the user's mean, and which ones switch Leadout's features on.
 
 The user's flags go through vLLM's own parser, so that Leadout sees what the server will see. A
 flag that vLLM does not know is refused: it may be a misspelt flag of Leadout's.
@@ -6,9 +6,11 @@ flag that vLLM does not know is refused: it may be a misspelt flag of Leadout's.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import os
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -21,6 +23,7 @@ from leadout.engine.settings import (
     LIVE,
     REGISTRY,
     SCHEDULER,
+    STATES,
     WORKER_EXTENSION,
     CalibrationSettings,
     CaptureSettings,
@@ -29,6 +32,7 @@ from leadout.engine.settings import (
     RegistrySettings,
     Section,
     ServeSettings,
+    StatesSettings,
     load_redactor,
     with_section,
 )
@@ -36,6 +40,17 @@ from leadout.errors import LeadoutError
 from leadout.settings import Settings, SettingsError
 
 _UNRECOGNIZED = "unrecognized arguments: "  # argparse's message
+# vLLM's flags for single fields of --speculative-config, as its parser names them.
+_SPECULATION_FIELDS = {
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_speculative_tokens",
+}
+_SPECULATION = {
+    "--speculative-config",
+    "-sc",
+    *(f"--{name.replace('_', '-')}" for name in _SPECULATION_FIELDS),
+}
 
 
 def parse(target: str, flags: Sequence[str], command: type[Settings] = ServeSettings) -> Any:
@@ -44,6 +59,62 @@ def parse(target: str, flags: Sequence[str], command: type[Settings] = ServeSett
     vLLM accepts any unambiguous beginning of its flags. Leadout does not: `--live-m` is more
     likely a misspelt flag of Leadout's than an abbreviation. `command` is the one that got them.
     """
+    return _checked(_parser(command).parse_args(["--model", target, *flags]), target, command)
+
+
+_NOT_GIVEN = object()
+# Destinations of vLLM's parser that are no flags of the engine and need no refusal.
+_NO_FLAGS = ("model", "model_tag", "config")
+# Commands find and download the target themselves, before they start an engine.
+_OF_FILES = {
+    "revision": "download that revision and name its folder",
+    "download_dir": "set HF_HUB_CACHE instead",
+}
+
+
+def engine_arguments(
+    target: str,
+    flags: Sequence[str],
+    command: type[Settings] = ServeSettings,
+    fixed: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The arguments of an engine in this process that these flags of `vllm serve` set.
+
+    Only what the flags name is in the result, so that defaults of the caller stay. `fixed` are
+    arguments that the command sets itself, each with what to use instead of vLLM's flag.
+    """
+    if not flags:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+
+    parser = _parser(command)
+    unset = Namespace(**{action.dest: _NOT_GIVEN for action in parser._actions})
+    # A positional argument that is missing is set to its default nevertheless.
+    unset.model_tag = None
+    parsed = _checked(parser.parse_args(["--model", target, *flags], unset), target, command)
+    given = {
+        name: value
+        for name, value in vars(parsed).items()
+        if value is not _NOT_GIVEN and name not in _NO_FLAGS
+    }
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    refused = {**_OF_FILES, **(fixed or {})}
+    for name in given:
+        flag = f"--{name.replace('_', '-')}"
+        if name not in known:
+            raise SettingsError(
+                f"{flag} is a flag of vLLM's server, but `leadout {command.command}` starts an "
+                "engine without a server. Remove it."
+            )
+        if name in refused:
+            raise SettingsError(
+                f"`leadout {command.command}` does not accept {flag} among vLLM's flags; "
+                f"{refused[name]}."
+            )
+    return given
+
+
+def _parser(command: type[Settings]) -> Any:
     from leadout.engine.vllm_adapter import FlexibleArgumentParser, make_arg_parser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -54,8 +125,10 @@ def parse(target: str, flags: Sequence[str], command: type[Settings] = ServeSett
                 raise SettingsError(_unknown_flag(unknown, known, command))
             raise SettingsError(f"vLLM refuses its flags: {message}. {_help(command)}")
 
-    parser = make_arg_parser(Parser(allow_abbrev=False))
-    parsed = parser.parse_args(["--model", target, *flags])
+    return make_arg_parser(Parser(allow_abbrev=False))
+
+
+def _checked(parsed: Namespace, target: str, command: type[Settings]) -> Namespace:
     if parsed.model_tag is not None:  # what `vllm serve` takes for the model
         raise SettingsError(_unknown_flag(parsed.model_tag, [], command))
     if parsed.model != target:
@@ -124,9 +197,26 @@ def _without(flags: Sequence[str], is_dropped: Callable[[str], bool]) -> list[st
 
 
 def is_speculation(flag: str) -> bool:
-    """`--speculative-config`, also with `=VALUE`, underscores, or one of its dotted fields."""
+    """A flag of speculation, also with `=VALUE`, underscores, or a dotted field."""
     name = flag.partition("=")[0].replace("_", "-")
-    return name in ("--speculative-config", "-sc") or name.startswith("--speculative-config.")
+    return name.partition(".")[0] in _SPECULATION
+
+
+def speculation_of(parsed: Any) -> dict[str, Any]:
+    """The fields of speculation in all flags, as `parse` returns them."""
+    stated = parsed.speculative_config or {}
+    fields = {name.replace("-", "_"): value for name, value in stated.items()}  # as vLLM does
+    for name, field in _SPECULATION_FIELDS.items():
+        value = getattr(parsed, name)
+        if value is None:
+            continue
+        if field in fields:
+            raise SettingsError(
+                f"--{name.replace('_', '-')} {value} cannot be combined with {field} "
+                f"{fields[field]} in --speculative-config. Remove one of the two."
+            )
+        fields[field] = value
+    return fields
 
 
 # Features of Leadout that need flags or environment variables of vLLM.
@@ -151,6 +241,7 @@ class Features:
     registry: RegistrySettings | None = None
     draft_table: DraftTableSettings | None = None
     calibration: CalibrationSettings | None = None
+    states: StatesSettings | None = None
 
     def sections(self) -> dict[str, Section]:
         """Their settings, by the name of their section in vLLM's additional_config."""
@@ -160,6 +251,7 @@ class Features:
             REGISTRY: self.registry,
             DRAFT_TABLE: self.draft_table,
             CALIBRATION: self.calibration,
+            STATES: self.states,
         }
         return {name: each for name, each in features.items() if each is not None}
 
@@ -169,13 +261,15 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
     sections = features.sections()
     if not sections:
         return []
-    first = next(iter(sections))
-    names = {DRAFT_TABLE: "--tuned", CALIBRATION: "`leadout tune`"}
-    _require_default(names.get(first, f"--{first}"), parsed, "scheduler_cls")
     additional = dict(parsed.additional_config or {})
     for name, settings in sections.items():
         additional = with_section(additional, name, settings)
-    flags = ["--scheduler-cls", SCHEDULER]
+    flags = []
+    first = next(iter(sections))
+    if first != STATES:  # which has no part in the scheduler, and is alone
+        names = {DRAFT_TABLE: "--tuned", CALIBRATION: "`leadout tune`"}
+        _require_default(names.get(first, f"--{first}"), parsed, "scheduler_cls")
+        flags += ["--scheduler-cls", SCHEDULER]
     if REGISTRY in sections:
         _require_default("--registry", parsed, "worker_extension_cls")
         _require_one("--registry", parsed, "pipeline_parallel_size")
@@ -199,7 +293,7 @@ def feature_environment(
 
     Once that is set, vLLM loads nothing else, so everything that it loads without it is named too.
     """
-    if features.registry is None:
+    if features.registry is None and features.states is None:
         return {}
     if PLUGINS in environment:
         named = environment[PLUGINS].split(",")

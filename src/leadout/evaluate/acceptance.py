@@ -34,14 +34,19 @@ from leadout.evaluate.blocks import (
     possible_anchors,
     to_sequence,
 )
-from leadout.evaluate.hidden_states import Indexed, SharedStates, StateSource, load_model
+from leadout.evaluate.hidden_states import Indexed, SharedStates, StateSource
 from leadout.evaluate.ranks import Ranks
-from leadout.evaluate.target_weights import TargetFiles, TargetWeights, load_target_weights
+from leadout.evaluate.reference import reference_target, why_not_loaded
+from leadout.evaluate.target_weights import (
+    TargetFiles,
+    TargetWeights,
+    load_target_weights,
+    slots_per_chunk,
+)
 from leadout.shards import Sample
 from leadout.stats import Floats, Interval, paired_p_value, ratio_interval
 
 ANCHORS_PER_PASS = 64
-CHUNK_SLOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,8 @@ def _anchors(sequence: TrainingSequence, block_size: int) -> Tensor:
 def _leading_matches(hidden: Tensor, labels: Tensor, head: Tensor) -> Tensor:
     """The number of leading drafts that equal the labels [blocks, B-1], for each block."""
     flat = hidden.flatten(0, 1).to(head.dtype)
-    drafts = torch.cat([(part @ head.T).argmax(-1) for part in torch.split(flat, CHUNK_SLOTS)])
+    parts = torch.split(flat, slots_per_chunk(head))
+    drafts = torch.cat([(part @ head.T).argmax(-1) for part in parts])
     return (drafts.view_as(labels) == labels).long().cumprod(-1).sum(-1)
 
 
@@ -186,9 +192,18 @@ def acceptance_by_drafter(
     max_length: int,
     device: torch.device,
     report: Callable[[], None] = lambda: None,
+    urls: Sequence[str] = (),
+    vllm_flags: Sequence[str] = (),
 ) -> list[list[TextAcceptance]]:
-    """For each drafter, its acceptance on every sample; `report` is called after each sample."""
+    """For each drafter, its acceptance on every sample; `report` is called after each sample.
+
+    The target's states come from servers of hidden states if there are `urls`, or from one that is
+    started with `vllm_flags` if the target cannot be loaded on `device`.
+    """
     precision = read_checkpoint(drafters[0]).tensors.dtype
+    served = not urls and why_not_loaded(target, precision, device) is not None
+    if served:
+        device = torch.device("cpu")  # the server that is started takes the GPU
     weights = load_target_weights(TargetFiles(target), precision, device)
     forwards = [
         BlockForward(load_drafter(folder, precision).to(device), weights.embedding)
@@ -196,19 +211,29 @@ def acceptance_by_drafter(
     ]
     max_drafts = [served_draft_tokens(folder) for folder in drafters]
     layer_ids = {layer for each in forwards for layer in each.drafter.config.target_layer_ids}
-    states = SharedStates(load_model(target, precision).to(device), layer_ids, keep_all=False)
     found: list[list[TextAcceptance]] = [[] for _ in drafters]
-    for number, sample in enumerate(samples):
-        item = (number, to_sequence(sample, max_length))
-        for texts, forward, limit in zip(found, forwards, max_drafts, strict=True):
-            config = forward.drafter.config
-            source = states.tapped_at(config.target_layer_ids)
-            (drafts,) = accepted_drafts(forward, weights, source, [item], config.block_size)
-            counts = drafts.counts.clamp(max=limit)
-            texts.append(
-                TextAcceptance(sample.source, len(sample.prompt), counts, along_decoding(counts))
-            )
-        report()
+    items = [(number, to_sequence(each, max_length)) for number, each in enumerate(samples)]
+    longest = max((len(sequence) for _, sequence in items), default=1)
+    with reference_target(
+        target,
+        layer_ids,
+        precision,
+        longest=longest,
+        device=device,
+        urls=urls,
+        served=served,
+        vllm_flags=vllm_flags,
+    ) as reference:
+        states = SharedStates(reference, layer_ids, keep_all=False)
+        for item, sample in zip(items, samples, strict=True):
+            for texts, forward, limit in zip(found, forwards, max_drafts, strict=True):
+                config = forward.drafter.config
+                source = states.tapped_at(config.target_layer_ids)
+                (drafts,) = accepted_drafts(forward, weights, source, [item], config.block_size)
+                counts = drafts.counts.clamp(max=limit)
+                steps = along_decoding(counts)
+                texts.append(TextAcceptance(sample.source, len(sample.prompt), counts, steps))
+            report()
     return found
 
 

@@ -2,7 +2,8 @@
 
 A block of B slots starts at an anchor, a position of the answer whose token is known; its other
 slots predict the B - 1 tokens after it. Training and evaluation run many blocks of a sequence in
-one pass, with the same result as decoding each of them separately.
+one pass, with the same result as decoding each of them separately. A row holds one sequence, or
+several sequences that are packed one after the other.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from leadout.dflash.config import LayerAttention
-from leadout.dflash.drafter import Drafter, KeyValue
-from leadout.shards import Sample, Samples
+from leadout.dflash.drafter import Drafter
+from leadout.evaluate.block_attention import (
+    Layout,
+    attend_in_blocks,
+    attend_with_flex,
+    block_masks,
+    flex_masks,
+)
+from leadout.shards import Sample, SampleFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,37 @@ def batch(sequences: Sequence[TrainingSequence]) -> SequenceBatch:
     return SequenceBatch(tokens, lengths, supervised)
 
 
+class PackedRow(NamedTuple):
+    """Several sequences as one row, without padding."""
+
+    tokens: Tensor  # [1, length]
+    supervised: Tensor  # [1, length]: True for the answers' tokens
+    documents: Tensor  # [1, length]: to which sequence each token belongs
+    positions: Tensor  # [1, length] within the sequence
+    starts: Tensor  # [sequences]: the place of each sequence's first token
+
+
+def pack(sequences: Sequence[TrainingSequence]) -> PackedRow:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    starts = lengths.cumsum(0) - lengths
+    documents = torch.arange(len(sequences)).repeat_interleave(lengths)
+    positions = torch.arange(int(lengths.sum())) - starts[documents]
+    prompts = torch.tensor([sequence.prompt_length for sequence in sequences])
+    return PackedRow(
+        torch.cat([sequence.tokens for sequence in sequences])[None],
+        (positions >= prompts[documents])[None],
+        documents[None],
+        positions[None],
+        starts,
+    )
+
+
+def pack_states(padded: Tensor, sequences: Sequence[TrainingSequence]) -> Tensor:
+    """States [sequences, longest, width] as one row [1, length, width] without the padding."""
+    rows = zip(padded, sequences, strict=True)
+    return torch.cat([states[: len(sequence)] for states, sequence in rows])[None]
+
+
 class Split(NamedTuple):
     """Indices into the samples."""
 
@@ -62,27 +100,30 @@ class Split(NamedTuple):
     validation: list[int]
 
 
-def split(samples: Samples, max_length: int, held_out: int) -> Split:
-    """Hold out greedy answers for validation, equally many of each source as far as possible.
+def split(samples: Sequence[SampleFacts], max_length: int, held_out: int) -> Split:
+    """Hold out answers for validation, equally many of each source as far as possible.
 
-    Which ones depends on a hash of their names alone. Only a greedy answer is what the target
-    would write again, so only on those is it known which drafts it accepts. All answers to a
-    held-out prompt are left out of training, also where the same prompt has another name. Answers
-    of one token are not used.
+    Which ones depends on a hash of their names alone. Of a source with greedy answers, those are
+    held out: they have no noise of sampling. Of a source without, as data of reasoning models is,
+    sampled ones are (see `acceptance` for why both give the acceptance of serving). All answers to
+    a held-out prompt are left out of training, also where the same prompt has another name.
+    Answers of one token are not used.
     """
-    by_source: dict[str, list[tuple[str, int]]] = {}
+    by_source: dict[str, dict[bool, list[tuple[str, int]]]] = {}
     usable: dict[int, tuple[str, bytes]] = {}  # with the name and a hash of the prompt
-    for index in range(len(samples)):
-        sample = samples[index]
-        if len(sample.response) < 2 or len(sample.prompt) + 2 > max_length:
+    for index, sample in enumerate(samples):
+        if sample.response_length < 2 or sample.prompt_length + 2 > max_length:
             continue
         prompt = sample.id.rpartition("#")[0] or sample.id
-        usable[index] = (prompt, hashlib.sha256(repr(sample.prompt).encode()).digest())
-        if sample.temperature == 0:
-            rank = hashlib.sha256(f"held out {prompt}".encode()).hexdigest()
-            by_source.setdefault(sample.source, []).append((rank, index))
+        usable[index] = (prompt, sample.prompt_hash)
+        rank = hashlib.sha256(f"held out {prompt}".encode()).hexdigest()
+        kinds = by_source.setdefault(sample.source, {})
+        kinds.setdefault(sample.temperature == 0, []).append((rank, index))
     validation: list[int] = []
-    queues = [sorted(found, reverse=True) for _, found in sorted(by_source.items())]
+    queues = [
+        sorted(kinds.get(True) or kinds[False], reverse=True)
+        for _, kinds in sorted(by_source.items())
+    ]
     count = min(held_out, len(usable) // 5)  # at least four of five stay for training
     while len(validation) < count and any(queues):
         for queue in queues:
@@ -99,6 +140,7 @@ class Blocks(NamedTuple):
     anchors: Tensor  # [rows, blocks] positions, ascending; 0 in padding
     labels: Tensor  # [rows, blocks, B-1] token ids at the slots' own positions
     counted: Tensor  # [rows, blocks, B-1] True for supervised slots
+    starts: Tensor  # [rows, blocks] the place where each block's sequence starts in the row
 
 
 def possible_anchors(prompt_length: int, length: int) -> Tensor:
@@ -132,108 +174,90 @@ def make_blocks(
     `tokens` and `supervised` are [rows, length]. A slot counts only if all slots before it do:
     past the end of the answer, or past a token that is not part of it, nothing is known.
     """
-    rows, length = tokens.shape
+    rows, _ = tokens.shape
     padded = torch.zeros(rows, blocks, dtype=torch.int64)
     kept = torch.zeros(rows, blocks, dtype=torch.bool)
     for row, chosen in enumerate(anchors):
         padded[row, : len(chosen)] = chosen
         kept[row, : len(chosen)] = True
-    slots = padded[:, :, None] + torch.arange(1, block_size)  # [rows, blocks, B-1]
-    inside = slots < length
+    documents = torch.zeros_like(tokens)
+    starts = torch.zeros_like(padded)
+    return _labelled(padded, kept, starts, tokens, supervised, documents, block_size)
+
+
+def make_packed_blocks(anchors: list[Tensor], row: PackedRow, block_size: int) -> Blocks:
+    """Blocks at the anchors of each sequence (positions within it) in a packed row."""
+    counts = torch.tensor([len(chosen) for chosen in anchors])
+    starts = row.starts.repeat_interleave(counts)[None]  # [1, blocks]
+    places = torch.cat(anchors)[None] + starts
+    kept = torch.ones_like(places, dtype=torch.bool)
+    return _labelled(places, kept, starts, row.tokens, row.supervised, row.documents, block_size)
+
+
+def _labelled(
+    anchors: Tensor,
+    kept: Tensor,
+    starts: Tensor,
+    tokens: Tensor,
+    supervised: Tensor,
+    documents: Tensor,
+    block_size: int,
+) -> Blocks:
+    length = tokens.shape[1]
+    slots = anchors[:, :, None] + torch.arange(1, block_size)  # [rows, blocks, B-1]
     places = slots.clamp(max=length - 1).flatten(1)
     labels = tokens.gather(1, places).view_as(slots)
-    known = supervised.gather(1, places).view_as(slots) & inside & kept[:, :, None]
-    return Blocks(padded, labels, known.long().cumprod(dim=-1).bool())
-
-
-def block_masks(
-    layers: Sequence[LayerAttention], anchors: Tensor, block_size: int, length: int
-) -> list[Tensor | None]:
-    """One mask per layer, boolean [rows, 1, blocks * B, length + B]: context, then own block.
-
-    A slot sees the context strictly before its anchor (in serving, the anchor has no target state
-    yet) and the slots of its own block. `anchors` is [rows, blocks]; `length` is that of the
-    context, padding included: no anchor lies in the padding, so no slot sees it.
-    """
-    by_kind = {layer: _mask(layer, anchors, block_size, length) for layer in set(layers)}
-    return [by_kind[layer] for layer in layers]
-
-
-def attend_in_blocks(
-    queries: Tensor, context: KeyValue, own: KeyValue, mask: Tensor | None
-) -> Tensor:
-    """Attention of queries [rows, heads, blocks * B, head_dim] to context and own block.
-
-    With N blocks on a context of S tokens, attention over one row would score every slot against
-    S + N * B keys and mask most of them. This scores S + B keys per slot, with the same result.
-    """
-    assert mask is not None
-    rows, heads, count, width = queries.shape
-    groups = own.keys.shape[1]
-    length = context.keys.shape[2]
-    block = mask.shape[-1] - length  # B
-    # Query heads that share a key head become rows of one matrix product.
-    grouped = (queries * width**-0.5).view(rows, groups, -1, width)
-    to_context = grouped @ context.keys.transpose(2, 3)  # [rows, groups, n * queries, length]
-    in_blocks = grouped.view(rows, groups, heads // groups, -1, block, width)
-    own_keys = own.keys.view(rows, groups, 1, -1, block, width)
-    to_own = in_blocks @ own_keys.transpose(-2, -1)  # [rows, groups, n, blocks, B, B]
-    parts = [to_context.view(rows, heads, count, length), to_own.view(rows, heads, count, block)]
-    scores = torch.cat(parts, dim=-1)
-    weights = torch.softmax(scores.float().masked_fill(~mask, -torch.inf), dim=-1)
-    weights = weights.to(queries.dtype)
-    on_context, on_own = torch.split(weights, [length, block], dim=-1)
-    on_context = on_context.reshape(rows, groups, -1, length)
-    on_own = on_own.reshape(rows, groups, heads // groups, -1, block, block)
-    own_values = own.values.view(rows, groups, 1, -1, block, width)
-    attended = (on_context @ context.values).view(rows, heads, count, width)
-    return attended + (on_own @ own_values).view(rows, heads, count, width)
-
-
-def _mask(layer: LayerAttention, anchors: Tensor, block_size: int, length: int) -> Tensor:
-    rows, blocks = anchors.shape
-    slots = torch.arange(block_size, device=anchors.device)
-    positions = torch.arange(length, device=anchors.device)
-    sees_context = positions < anchors[:, :, None, None]  # [rows, blocks, 1, length]
-    sees_context = sees_context.expand(-1, -1, block_size, -1)
-    sees_own = torch.ones(block_size, block_size, dtype=torch.bool, device=anchors.device)
-    if layer.causal:
-        sees_own = slots[None, :] <= slots[:, None]
-    if layer.window is not None:
-        queries = anchors[:, :, None] + slots  # [rows, blocks, B]
-        sees_context = sees_context & (queries[..., None] - positions < layer.window)
-        sees_own = sees_own & ((slots[:, None] - slots[None, :]).abs() < layer.window)
-    both = torch.cat([sees_context, sees_own.expand(rows, blocks, -1, -1)], dim=-1)
-    return both.flatten(1, 2)[:, None]
+    same = documents.gather(1, places).view_as(slots) == documents.gather(1, anchors)[:, :, None]
+    known = supervised.gather(1, places).view_as(slots) & same
+    known &= (slots < length) & kept[:, :, None]
+    return Blocks(anchors, labels, known.long().cumprod(dim=-1).bool(), starts)
 
 
 class BlockForward(nn.Module):
     """A drafter with the target's frozen embedding, as one module that compiles as a whole."""
 
-    def __init__(self, drafter: Drafter, embedding: Tensor) -> None:
+    def __init__(self, drafter: Drafter, embedding: Tensor, *, flex: bool = False) -> None:
+        """`flex` uses flex attention, for CUDA; it is compiled for the shapes it meets."""
         super().__init__()
         self.drafter = drafter
         self._embedding = embedding  # [vocab, H]
+        self.flex = flex
 
-    def forward(self, states: Tensor, anchors: Tensor, anchor_tokens: Tensor) -> Tensor:
+    def forward(
+        self,
+        states: Tensor,
+        anchors: Tensor,
+        anchor_tokens: Tensor,
+        starts: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states of the slots after the anchors, [rows, blocks, B-1, H].
 
-        `states` is [rows, length, taps * H], `anchors` and `anchor_tokens` are [rows, blocks].
+        `states` is [rows, length, taps * H], `anchors` and `anchor_tokens` are [rows, blocks]. In
+        packed rows, `starts` [rows, blocks] is where the sequence of each block starts and `places`
+        [rows, length] the position of each token within its sequence.
         """
         config = self.drafter.config
         rows, length, _ = states.shape
         blocks = anchors.shape[1]
-        places = torch.arange(length, device=states.device).expand(rows, -1)
+        if starts is None:
+            starts = torch.zeros_like(anchors)
+        if places is None:
+            places = torch.arange(length, device=states.device).expand(rows, -1)
         context = self.drafter.context_kv(self.drafter.context_features(states), places)
         slots = torch.arange(config.block_size, device=states.device)
-        positions = (anchors[:, :, None] + slots).flatten(1)  # [rows, blocks * B]
+        positions = ((anchors - starts)[:, :, None] + slots).flatten(1)  # [rows, blocks * B]
         tokens = self.drafter.block_tokens(anchor_tokens.flatten(), config.block_size)
+        layout = Layout(anchors, starts, config.block_size, length)
+        masks: Sequence[Any] = (
+            flex_masks(config.layers, layout) if self.flex else block_masks(config.layers, layout)
+        )
         hidden: Tensor = self.drafter(
             self.drafter.embed(tokens.view(rows, -1), self._embedding),
             positions,
             context,
-            block_masks(config.layers, anchors, config.block_size, length),
-            attend_in_blocks,
+            masks,
+            attend_with_flex if self.flex else attend_in_blocks,
         )
         return hidden.view(rows, blocks, config.block_size, -1)[:, :, 1:]
 
@@ -244,26 +268,34 @@ class DraftedSlots(NamedTuple):
     hidden: Tensor  # [blocks, B-1, H]
     labels: Tensor  # [blocks, B-1]
     counted: Tensor  # [blocks, B-1]
-    teacher: Tensor  # [blocks, B-1, H]: the target's final state from which it chose each label
+    teacher: Tensor  # [rows * length, H]: the target's final states
+    teacher_at: Tensor  # [blocks, B-1]: the state from which the target chose each label
 
 
 def drafted_slots(
-    forward: Callable[..., Tensor], states: Tensor, final: Tensor, tokens: Tensor, blocks: Blocks
+    forward: Callable[..., Tensor],
+    states: Tensor,
+    final: Tensor,
+    tokens: Tensor,
+    blocks: Blocks,
+    positions: Tensor | None = None,
 ) -> DraftedSlots:
-    """Run the drafter and drop the padding blocks."""
+    """Run the drafter and drop the padding blocks; `positions` [rows, length] in packed rows."""
     device = states.device
     anchors = blocks.anchors.to(device)
     anchor_tokens = tokens.gather(1, blocks.anchors).to(device)
-    hidden = forward(states, anchors, anchor_tokens)
+    packed = () if positions is None else (blocks.starts.to(device), positions.to(device))
+    hidden = forward(states, anchors, anchor_tokens, *packed)
     kept = blocks.counted.any(-1).to(device)  # [rows, blocks]
-    slots = blocks.labels.shape[-1]
     # The label at p + k was chosen from the target's state at p + k - 1.
-    places = (anchors[:, :, None] + torch.arange(slots, device=device)).flatten(1)
-    places = places.clamp(max=final.shape[1] - 1)
-    teacher = final.gather(1, places[:, :, None].expand(-1, -1, final.shape[2]))
+    rows, length, _ = final.shape
+    slots = torch.arange(blocks.labels.shape[-1], device=device)
+    places = (anchors[:, :, None] + slots).clamp(max=length - 1)  # [rows, blocks, B-1]
+    teacher_at = places + length * torch.arange(rows, device=device)[:, None, None]
     return DraftedSlots(
         hidden[kept],
         blocks.labels.to(device)[kept],
         blocks.counted.to(device)[kept],
-        teacher.view(*anchors.shape, slots, -1)[kept],
+        final.flatten(0, 1),
+        teacher_at[kept],
     )

@@ -8,11 +8,12 @@ for instance servers that run a target too large for the training process.
 from __future__ import annotations
 
 import os
+import shutil
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,28 @@ class StateSource(Protocol):
         """States [rows, longest, taps * H] and final states [rows, longest, H]."""
 
 
+@runtime_checkable
+class ReadableStates(StateSource, Protocol):
+    """States that may be ready to be read, by any thread and without the training device."""
+
+    def can_read(self, sequences: Sequence[Indexed]) -> bool:
+        """Whether `observe` would only read."""
+
+
+@runtime_checkable
+class AnnouncedStates(StateSource, Protocol):
+    """States that are fetched ahead if it is known which come next."""
+
+    def announce(self, sequences: Iterable[Indexed]) -> None:
+        """Fetch these in the background, in this order."""
+
+
+def announce(source: StateSource, sequences: Iterable[Indexed]) -> None:
+    """Tell a source what will be observed next, if it can make use of that."""
+    if isinstance(source, AnnouncedStates):
+        source.announce(sequences)
+
+
 class ComputedStates:
     """One pass of the target per call; the target is loaded at the first."""
 
@@ -59,6 +82,45 @@ class ComputedStates:
         return self._loaded.observe(tokens.to(device), mask.to(device))
 
 
+class ReferenceTarget(Protocol):
+    """The target as drafters are compared with it: in transformers, or served by vLLM."""
+
+    def source(self, layer_ids: Sequence[int]) -> StateSource:
+        """The states of these layers, in this order."""
+
+    def next_logits(self, tokens: Sequence[int], last_portion: int = 0) -> Tensor:
+        """Logits [vocab] of the token after a text, which is read at once or in two portions."""
+
+
+class LoadedTarget:
+    """A target in transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def source(self, layer_ids: Sequence[int]) -> StateSource:
+        return ComputedStates(lambda: Target(self._model, layer_ids))
+
+    def next_logits(self, tokens: Sequence[int], last_portion: int = 0) -> Tensor:
+        text = torch.tensor([list(tokens)], device=next(self._model.parameters()).device)
+        before, rest = text[:, :-last_portion], text[:, -last_portion:]
+        past: Any = None
+        with torch.no_grad():
+            if 0 < before.shape[1] < text.shape[1]:
+                read = self._model(input_ids=before, use_cache=True, logits_to_keep=1)
+                past = read.past_key_values
+            output = self._model(
+                input_ids=text if past is None else rest, past_key_values=past, logits_to_keep=1
+            )
+        logits: Tensor = output.logits[0, -1].float().cpu()
+        return logits
+
+
+def as_reference(target: nn.Module | ReferenceTarget) -> ReferenceTarget:
+    """A model of transformers becomes a reference; a reference stays one."""
+    return LoadedTarget(target) if isinstance(target, nn.Module) else target
+
+
 class SharedStates:
     """The target's states at every layer that any of several drafters taps.
 
@@ -66,9 +128,11 @@ class SharedStates:
     states of all texts stay in memory, otherwise those of the last one.
     """
 
-    def __init__(self, model: nn.Module, layer_ids: Iterable[int], *, keep_all: bool) -> None:
+    def __init__(
+        self, target: nn.Module | ReferenceTarget, layer_ids: Iterable[int], *, keep_all: bool
+    ) -> None:
         self.layer_ids = sorted(set(layer_ids))
-        self._source = ComputedStates(lambda: Target(model, self.layer_ids))
+        self._source = as_reference(target).source(self.layer_ids)
         self._keep_all = keep_all
         self._kept: dict[int, Observation] = {}
 
@@ -132,11 +196,27 @@ class StatesOnDisk:
         self._token_bytes = self._width * dtype.itemsize
         starts = torch.tensor([0, *lengths]).cumsum(0)
         self._starts = array("q", starts[:-1].tolist())  # [samples], in tokens
+        self._size = int(starts[-1]) * self._token_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(self._file, int(starts[-1]) * self._token_bytes)  # sparse until written
+        os.ftruncate(self._file, self._size)  # sparse until written
         self._marks = os.open(path.with_suffix(".marks"), os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(self._marks, len(lengths))
+
+    def require_room(self) -> None:
+        """Refuse a file that its disk cannot hold, before the first state is computed."""
+        needed = self._size - os.fstat(self._file).st_blocks * 512
+        free = shutil.disk_usage(self._path.parent).free
+        if needed > free:
+            raise FileError(
+                f"The target's hidden states need {needed:,} more bytes in {self._path.parent}, "
+                f"but {free:,} are free. Use --states compute, or a folder on another disk."
+            )
+
+    def close(self) -> None:
+        """Close the files; the disk space of deleted ones is free only then."""
+        os.close(self._file)
+        os.close(self._marks)
 
     def observe(self, sequences: Sequence[Indexed]) -> Observation:
         missing = [item for item in sequences if not self._is_written(item[0])]
@@ -147,6 +227,14 @@ class StatesOnDisk:
         for row, (index, sequence) in enumerate(sequences):
             self._read_into(wide[row, : len(sequence)], index)
         return Observation(wide[:, :, : -self._hidden_size], wide[:, :, -self._hidden_size :])
+
+    def can_read(self, sequences: Sequence[Indexed]) -> bool:
+        source = self._source
+        fetched = isinstance(source, ReadableStates) and source.can_read(sequences)
+        return fetched or self.has_all(index for index, _ in sequences)
+
+    def announce(self, sequences: Iterable[Indexed]) -> None:
+        announce(self._source, [item for item in sequences if not self._is_written(item[0])])
 
     def has_all(self, indices: Iterable[int]) -> bool:
         """Whether the states of all these samples are in the file."""
@@ -161,6 +249,8 @@ class StatesOnDisk:
             while view:
                 count = os.pwrite(self._file, view, offset)
                 view, offset = view[count:], offset + count
+        # After a power failure there must be no mark of states that never reached the disk.
+        os.fdatasync(self._file)
         for index, _ in items:  # last, so that a killed write is computed again
             os.pwrite(self._marks, _WRITTEN, index)
 

@@ -96,8 +96,7 @@ def tasks_in_context(chat: Chat, length: int, count: int) -> list[list[int]]:
     tasks = default[:: max(1, len(default) // count)][:count]
     # Other records for each length: nothing of a context is in the prefix cache from another one.
     return [
-        _in_context(chat, task.turns[0], length + number, length)
-        for number, task in enumerate(tasks)
+        _in_context(chat, task.text, length + number, length) for number, task in enumerate(tasks)
     ]
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import distributed
+
+from leadout.errors import LeadoutError
+
+SHARED_SECONDS = 10.0  # until a new file must be visible on other machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,17 @@ class Ranks:
             distributed.all_reduce(values)
         return values.cpu()
 
+    def max(self, value: int) -> int:
+        """The largest value of all ranks."""
+        if self.count == 1:
+            return value
+        shared = torch.tensor([value], device=self.device)
+        distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
+        return int(shared.item())
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))  # one process on the processor
+
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
@@ -59,3 +77,41 @@ def joined_ranks() -> Iterator[Ranks]:
         yield Ranks(distributed.get_rank(), count, device)
     finally:
         distributed.destroy_process_group()
+
+
+class NotSharedError(LeadoutError):
+    """Ranks that see different folders under the same path."""
+
+
+def require_shared(ranks: Ranks, flag: str, folder: Path) -> None:
+    """Refuse a folder that is not the same one on all ranks, as on disks of several machines."""
+    if ranks.count == 1:
+        return
+    number = torch.randint(2**62, (1,), device=ranks.device)
+    distributed.broadcast(number, src=0)
+    mark = folder / f".seen-by-all-ranks-{int(number):x}"
+    if ranks.is_leader:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    ranks.barrier()
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    missing = torch.zeros(ranks.count, dtype=torch.int64)
+    missing[ranks.rank] = int(not seen)
+    blind = torch.nonzero(ranks.sum(missing)).flatten().tolist()
+    if ranks.is_leader:
+        mark.unlink()
+    if blind:
+        numbers = ", ".join(map(str, blind))
+        raise NotSharedError(
+            f"{flag} {folder}: not the same folder on all ranks; what rank 0 writes there is not "
+            f"visible to rank {numbers}. Choose a folder on a file system that all machines share."
+        )
+
+
+def empty_device_cache() -> None:
+    """Return the memory of dropped tensors to the device, for another process to use."""
+    gc.collect()  # modules and hooks refer to each other in cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

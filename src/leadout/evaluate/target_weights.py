@@ -1,29 +1,47 @@
-"""The target's embedding and output head, read from its files without loading the model.
+"""The target's embedding, output head and final norm, read from its files without the model.
 
-A drafter uses both but owns neither: they stay frozen and are never written into its checkpoint.
+A drafter uses embedding and head but owns neither: they stay frozen and are never written into its
+checkpoint. The final norm is needed for states that were taken before it.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from leadout.checkpoints.store import open_tensors, read_header
+from leadout.dflash.config import LogitScaling
+from leadout.dflash.target import UnsupportedTargetError, find_decoder
 from leadout.files import FileError
+from leadout.pairing.target import read_any_config, read_logit_scaling
 
+# Bytes of logits that are held at once, in float32. On CPUs they stay near the cache; on
+# accelerators matrix products of this size are efficient.
+LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Possible prefixes of a decoder's tensor names.
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
 
+# Possible names of a decoder's final norm, in transformers and in files.
+_NORMS = ("norm", "final_layernorm", "final_norm", "ln_f", "final_layer_norm")
+
 
 class TargetWeights(NamedTuple):
     embedding: Tensor  # [vocab, H]
     head: Tensor  # [vocab, H]
+    # Of the target's own logits. A drafter that uses the head has its own scaling, usually none.
+    scaling: LogitScaling = LogitScaling()
+
+
+def slots_per_chunk(head: Tensor) -> int:
+    """For how many states at once to compute logits over a head [vocab, H]."""
+    limit = LOGIT_BYTES.get(head.device.type, LOGIT_BYTES["cuda"])
+    return max(1, limit // (4 * len(head)))
 
 
 class TargetFiles:
@@ -33,15 +51,14 @@ class TargetFiles:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as opened:
-                self._file_of |= dict.fromkeys(opened.keys(), path)
+            self._file_of |= dict.fromkeys((each.name for each in read_header(path)), path)
 
     def find(self, name: str) -> Tensor | None:
         """The tensor `name` of the decoder, such as `layers.3.mlp.up_proj.weight`."""
         for prefix in _PREFIXES:
             path = self._file_of.get(prefix + name)
             if path is not None:
-                with safe_open(path, framework="pt") as opened:
+                with open_tensors(path) as opened:
                     found: Tensor = opened.get_tensor(prefix + name)
                 return found
         return None
@@ -60,14 +77,45 @@ def load_target_weights(
     target: TargetFiles, dtype: torch.dtype, device: torch.device
 ) -> TargetWeights:
     """The embedding and the head, which are the same tensor if the target ties them."""
-    config = json.loads((target.folder / "config.json").read_text())
-    tied = config.get(
-        "tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings")
-    )
+    config: Mapping[str, Any] = read_any_config(target.folder)
+    scaling = read_logit_scaling(config, target.folder / "config.json")
+    text = config.get("text_config")
+    nested = text.get("tie_word_embeddings") if isinstance(text, dict) else None
+    tied = config.get("tie_word_embeddings", nested)
     embedding = _copied(target.require(EMBEDDING), dtype, device)
     if target.find(HEAD) is None and tied is not False:
-        return TargetWeights(embedding, embedding)
-    return TargetWeights(embedding, _copied(target.require(HEAD), dtype, device))
+        return TargetWeights(embedding, embedding, scaling)
+    head = _copied(target.require(HEAD), dtype, device)
+    if head.dim() != 2 or head.shape[-1:] != embedding.shape[-1:]:
+        raise FileError(
+            f"{target.folder}: {HEAD} has shape {list(head.shape)} and {EMBEDDING} "
+            f"{list(embedding.shape)}; expected two matrices with the same number of columns. "
+            "Download the target again."
+        )
+    return TargetWeights(embedding, head, scaling)
+
+
+def load_final_norm(target: TargetFiles, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The norm between the last layer and the head: the target's own class with its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # transformers does not annotate from_config
+    with torch.device("meta"):  # the whole model, without memory for it
+        decoder = find_decoder(auto.from_config(AutoConfig.from_pretrained(target.folder)))
+    for name in _NORMS:
+        norm = getattr(decoder, name, None)
+        if isinstance(norm, nn.Module):
+            weights = {
+                part: _copied(target.require(f"{name}.{part}"), dtype, device)
+                for part, _ in norm.named_parameters()
+            }
+            norm.load_state_dict(weights, assign=True)
+            return norm.requires_grad_(False)
+    raise UnsupportedTargetError(
+        f"{target.folder}: {type(decoder).__name__} has no final norm under a known name "
+        f"({', '.join(_NORMS)}), so hidden states of a server cannot be used. Train with --states "
+        "compute."
+    )
 
 
 def _copied(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, model_validator
 
 from leadout.errors import UNDECIDED, LeadoutError
 from leadout.settings import Settings, setting
+from leadout.storage import Place, is_url
 
 DEFAULT_MINUTES = 30.0
 
@@ -102,11 +103,30 @@ class _Folders(Settings):
     target: str | None = setting(
         None, "Folder or hub name of the target; not needed for --status.", panel="argument"
     )
-    registry: Path = setting(
-        ..., "Folder with the versions of the drafter.", panel="Folders", metavar="DIR"
+    registry: Place = setting(
+        ...,
+        "Folder or s3:// URL with the versions of the drafter.",
+        panel="Folders",
+        metavar="PLACE",
     )
-    traffic: Path | None = setting(
-        None, "Folder written by `leadout serve --capture`.", panel="Folders", metavar="DIR"
+    registry_key: Path | None = setting(
+        None,
+        "File with the private key of the registry: sign new versions, and use signed ones only.",
+        panel="Folders",
+        metavar="FILE",
+    )
+    traffic: Place | None = setting(
+        None,
+        "Folder written by `leadout serve --capture`, or the URL of its --capture-upload.",
+        panel="Folders",
+        metavar="PLACE",
+    )
+    capture_key: Path | None = setting(
+        None,
+        "File with the keys of encrypted traffic, as given to `leadout serve`. Default: the "
+        "variable LEADOUT_CAPTURE_KEY, if it is set.",
+        panel="Folders",
+        metavar="FILE",
     )
     replay: Path | None = setting(
         None,
@@ -116,10 +136,19 @@ class _Folders(Settings):
     )
     work: Path | None = setting(
         None,
-        "Folder for intermediate files. Default: `work` in the registry.",
+        "Folder for intermediate files. Default: `work` in the registry, if that is a folder.",
         panel="Folders",
         metavar="DIR",
     )
+    states_from: tuple[str, ...] = setting(
+        (),
+        "URL of a server of `leadout serve --states` for the target's hidden states; repeatable. "
+        "Default: computed here, or by a server that is started for a quantized target or one "
+        "that does not fit into memory.",
+        panel="Training",
+        metavar="URL",
+    )
+    vllm_flags: tuple[str, ...] = setting((), "Flags for every vLLM engine.", panel="hidden")
     start: str | None = setting(
         None,
         "Create the registry with this drafter as version 1; trains nothing.",
@@ -138,7 +167,14 @@ class LearnConfig(CycleSettings, _Folders):  # in this order, --help lists the f
 
     @property
     def work_folder(self) -> Path:
-        return self.work or self.registry / "work"
+        if self.work is not None:
+            return self.work
+        if is_url(self.registry):
+            raise LearnError(
+                f"--work is required with --registry {self.registry}: name a folder of this "
+                "machine for intermediate files."
+            )
+        return Path(self.registry) / "work"
 
     def required(self, name: str) -> Any:
         """The value of a setting that is optional only for --status or --start."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from leadout.check.static import static_findings
@@ -18,7 +19,7 @@ from leadout.console import Progress
 from leadout.errors import StoppedError
 from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.ranks import joined_ranks
-from leadout.files import require_writable, write_text
+from leadout.files import write_text
 from leadout.findings import Severity
 from leadout.learn import data as mix
 from leadout.learn.config import LearnConfig, LearnError
@@ -49,7 +50,7 @@ from leadout.learn.report import (
 )
 from leadout.models import fingerprint, last_part, local_folder
 from leadout.provenance import Provenance, RunStart
-from leadout.registry import Event, Registry
+from leadout.registry import Event, PointerMovedError, Registry, RegistryKey
 from leadout.train.export import SETTINGS, write_best
 from leadout.train.progress import curves_of, progress_listener, read_log
 from leadout.train.run import Run
@@ -59,11 +60,14 @@ RECORD = "learned.json"
 
 
 def learn(
-    config: LearnConfig, *, show_progress: bool = False, lossless: LosslessCheck = check_lossless
+    config: LearnConfig, *, show_progress: bool = False, lossless: LosslessCheck | None = None
 ) -> LearnResult | None:
     """Run one cycle; returns None on all ranks but the leading one."""
     began, started = time.monotonic(), RunStart.now()
     inputs, work = open_inputs(config), WorkFolder(config.work_folder)
+    lossless = lossless or partial(
+        check_lossless, urls=config.states_from, vllm_flags=config.vllm_flags
+    )
     try:
         result = _run_cycle(inputs, work, show_progress, lossless)
     except KeyboardInterrupt:
@@ -91,14 +95,16 @@ def _run_cycle(
             progress = held.enter_context(Progress("learn", quiet=not is_shown))
             if ranks.is_leader:
                 held.enter_context(work.locked())
+                _finish_promoted(inputs, work)
             cycle = prepare(inputs, work, ranks, progress)
-            run = make_run(inputs, work, cycle.training, work.folder, ranks)
-            before_training = run.validate()
-            status = run.train(progress_listener(progress, run))
+            with make_run(inputs, work, cycle.training, work.folder, ranks) as run:
+                run.require_room()
+                before_training = run.validate()
+                status = run.train(progress_listener(progress, run))
+                run.release()  # for the engine
             if not ranks.is_leader:
                 return None
         adaptation = _write_candidate(inputs, work, run, status, before_training)
-        del run  # frees memory for the engine
         trial = Trial(
             target=inputs.target,
             first=inputs.first,
@@ -108,6 +114,8 @@ def _run_cycle(
             base=mix.read_part(work.mix, mix.BASE),
             max_length=cycle.training.max_length,
             device=ranks.device,
+            states_from=inputs.states_from,
+            vllm_flags=inputs.vllm_flags,
         )
         evidence = evaluate(trial, lossless, progress)
         decision, version = decide(evidence, inputs.settings), None
@@ -141,9 +149,8 @@ def _promote(
     why = "; ".join(decision.reasons)
     numbers = ledger_evidence(evidence, adaptation)
     # An interrupted cycle may have published it already.
-    found = fingerprint(candidate)
-    manifests = (registry.manifest(version) for version in registry.versions())
-    manifest = next((m for m in manifests if (m.fingerprint, m.parent) == (found, parent)), None)
+    found, known = fingerprint(candidate), registry.readable_manifests()
+    manifest = next((m for m in known if (m.fingerprint, m.parent) == (found, parent)), None)
     if manifest is None:
         manifest = registry.publish(
             candidate,
@@ -151,21 +158,34 @@ def _promote(
             parent=parent,
             expected=expected_acceptance(evidence),
         )
-        registry.record("published", manifest.version, why)
-    pointer = registry.pointer()
-    serving = None if pointer is None else pointer.version
-    if serving != parent:
-        # A rollback or another cycle: the candidate was compared with a version that is no longer
+    registry.record("published", manifest.version, why, once=True)
+    mark = registry.bad_mark(manifest.version)
+    try:
+        if mark is None:
+            registry.point_to(manifest.version, why, only_from=parent)
+            registry.record("promoted", manifest.version, why, numbers, once=True)
+            return decision, manifest.version
+        # It was promoted before the cycle was interrupted, and servers have rolled it back since.
+        reason = f"serving: version {manifest.version} was rolled back: {mark.reason}"
+    except PointerMovedError as problem:
+        # A roll-back or another cycle: the candidate was compared with a version that is no longer
         # served.
-        reason = (
-            f"serving: version {serving} is served now, but the candidate was compared with "
-            f"version {parent}"
-        )
-        registry.record("rejected", manifest.version, reason, numbers)
-        return Decision(verdict="rejected", reasons=[reason]), manifest.version
-    registry.point_to(manifest.version, why)
-    registry.record("promoted", manifest.version, why, numbers)
-    return decision, manifest.version
+        reason = f"serving: {problem}. Run `leadout learn` again to compare with it"
+    registry.record("rejected", manifest.version, reason, numbers)
+    return Decision(verdict="rejected", reasons=[reason]), manifest.version
+
+
+def _finish_promoted(inputs: Inputs, work: WorkFolder) -> None:
+    """End an interrupted cycle whose candidate is already the serving version."""
+    before, served = work.interrupted_cycle(), inputs.registry.manifest(inputs.version)
+    if before is None or served.parent != before.parent or not work.candidate.is_dir():
+        return
+    if fingerprint(work.candidate) == served.fingerprint:
+        registry, parent = inputs.registry, {"parent": before.parent}
+        why = registry.require_pointer().reason
+        registry.record("published", served.version, why, once=True)
+        registry.record("promoted", served.version, why, parent, once=True)
+        work.finish()
 
 
 def _write_candidate(
@@ -212,14 +232,16 @@ def _point(step: int, seconds: float, validation: Validation) -> CurvePoint:
     return CurvePoint(step=step, minutes=seconds / 60, by_source=lengths)
 
 
-def start_registry(target: str, folder: Path, drafter: str) -> Started:
+def start_registry(
+    target: str, place: str | Path, drafter: str, key: RegistryKey | None = None
+) -> Started:
     """Create a registry that serves a drafter as its version 1."""
-    require_writable("--registry", folder)
-    registry = Registry(folder)
+    registry = Registry(place, key)
+    registry.storage.require_writable("--registry")
     pointer = registry.pointer()
     if pointer is not None:
         raise LearnError(
-            f"--start {drafter}: {folder} already is a registry, which serves version "
+            f"--start {drafter}: {place} already is a registry, which serves version "
             f"{pointer.version}. Omit --start, or choose a new folder."
         )
     target_folder, source = local_folder(target), local_folder(drafter)

@@ -19,17 +19,20 @@ pool in turn: a candidate cannot be selected for its luck with the same few sequ
 from __future__ import annotations
 
 import hashlib
-import shutil
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from leadout.data.manifest import DataFolder
-from leadout.engine.capture_store import read_info, segment_paths
+from leadout.engine.capture_store import INFO, is_segment, read_info, segment_paths
 from leadout.evaluate.blocks import Split, split
+from leadout.files import MissingFileError
 from leadout.learn.config import CycleSettings, LearnError, TooLittleTrafficError
-from leadout.shards import Sample, Samples, ShardWriter, read_shard
+from leadout.sealed import Keys
+from leadout.shards import Sample, Samples, ShardWriter, read_shard, usable_samples
+from leadout.storage import open_storage
 from leadout.train.config import TrainConfig
 from leadout.train.run import Corpus, evenly_spaced, make_corpus
 
@@ -58,8 +61,48 @@ class Traffic:
     held_out: list[int]
 
 
-def copy_newest(folder: Path, target_fingerprint: str, copy: Path) -> list[Path]:
-    """Copy the newest files of captured traffic, since the server keeps writing and removing."""
+class CopiedTraffic(NamedTuple):
+    paths: list[Path]
+    unusable: int  # lines that were left out
+    newest: str  # the id of the newest sample
+
+
+def download_newest(url: str, folder: Path) -> Path:
+    """Fetch the newest captured files from a store into a new folder, as many as a cycle can use.
+
+    Readable by the owner only: they contain what users wrote.
+    """
+    storage = open_storage(url)
+    read_info(storage)  # says what is wrong if this is no place of captured traffic
+    folder.mkdir(parents=True, mode=0o700)
+    segments = [entry.name for entry in storage.entries() if is_segment(entry.name)]
+    requests = 0
+    for name in (INFO, *reversed(segments)):
+        stored = storage.read(name)
+        if stored is None:  # the oldest are removed first: all older ones are gone too
+            break
+        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(stored.content)
+        requests += stored.content.count(b"\n") if name != INFO else 0
+        if requests >= MAX_REQUESTS:
+            break
+    return folder
+
+
+def copy_newest(
+    folder: Path,
+    target_fingerprint: str,
+    vocab_size: int,
+    copy: Path,
+    keys: Keys,
+    newest: str | None = None,
+) -> CopiedTraffic:
+    """Copy the newest files of captured traffic, since the server keeps writing and removing.
+
+    Lines that cannot be trained on are left out and counted: one of them must not stop learning
+    until it is old enough to be deleted. Samples that are newer than `newest` are left out, too.
+    """
     info = read_info(folder)
     if info.target_fingerprint != target_fingerprint:
         raise LearnError(
@@ -70,16 +113,28 @@ def copy_newest(folder: Path, target_fingerprint: str, copy: Path) -> list[Path]
         )
     copy.mkdir(parents=True, mode=0o700)
     copied: list[Path] = []
-    requests = 0
+    seen: set[str] = set()
+    unusable = 0
     for path in reversed(segment_paths(folder)):
-        if requests >= MAX_REQUESTS:
+        if len(seen) >= MAX_REQUESTS:
             break
-        try:
-            copied.append(Path(shutil.copy(path, copy)))  # with its permissions
-        except FileNotFoundError:  # the oldest are removed first, so all older ones are gone too
-            break
-        requests += sum(1 for _ in read_shard(copied[-1]))
-    return copied
+        part = copy / path.name
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            try:
+                for found in usable_samples(path, vocab_size, keys.unseal):
+                    if found is None or found[1].id in seen:
+                        unusable += 1
+                        continue
+                    line, sample = found
+                    if newest is not None and sample.id > newest:
+                        continue
+                    seen.add(sample.id)
+                    file.write(line)
+            except MissingFileError:  # the oldest are removed first: all older ones are gone too
+                break
+        copied.append(part)
+    return CopiedTraffic(copied, unusable, max(seen, default=""))
 
 
 def split_traffic(
@@ -147,11 +202,12 @@ def make_mix(
     `first` are the settings of the drafter's first training, which say what was held out.
     """
     samples = replay.samples()
-    original = split(samples, first.max_length, first.validation_sequences)
+    original = split(samples.facts, first.max_length, first.validation_sequences)
     if not original.validation:
         raise LearnError(
-            f"--replay {replay.folder}: none of the {len(samples)} samples is greedy, and only "
-            "greedy ones can be held out to measure forgetting. Generate more with `leadout data`."
+            f"--replay {replay.folder}: {len(samples)} samples are too few to hold some out and "
+            "measure forgetting; expected at least 5 with answers of two tokens. Generate more "
+            "with `leadout data`."
         )
     count = max(1, min(MAX_VALIDATION, round(MAX_VALIDATION_SHARE * len(traffic.training))))
 

@@ -11,7 +11,6 @@ registry. Compared with the serving version alone, each cycle could lose what is
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,16 +27,18 @@ from leadout.check.result import Lossless
 from leadout.check.static import static_findings
 from leadout.checkpoints import Checkpoint, CheckpointError, read_checkpoint
 from leadout.console import Progress
+from leadout.control.rollback import Acceptance, Tally
 from leadout.engine.offline import SessionRequest, run_session
 from leadout.evaluate.acceptance import (
     TextAcceptance,
     acceptance_by_drafter,
     served_draft_tokens,
 )
-from leadout.evaluate.hidden_states import load_model
+from leadout.evaluate.ranks import empty_device_cache
+from leadout.evaluate.reference import reference_device, reference_target
 from leadout.findings import Finding, Severity
 from leadout.learn.config import CycleSettings, Record
-from leadout.registry import FIRST
+from leadout.registry import FIRST, RequestAcceptance
 from leadout.shards import Sample
 from leadout.stats import LEVEL, Floats, Indices, Interval, bootstrap
 from leadout.train.run import evenly_spaced
@@ -71,6 +72,9 @@ class Evidence(Record):
     first: Comparison | None = None  # with the first version, on the base
     first_by_source: dict[str, Comparison] = Field(default_factory=dict)
     lossless: Lossless | None = None
+    # On the traffic, as servers count requests.
+    served_before: RequestAcceptance | None = None
+    served_after: RequestAcceptance | None = None
 
 
 class Decision(Record):
@@ -94,6 +98,17 @@ def compare(before: Sequence[TextAcceptance], after: Sequence[TextAcceptance]) -
         after=bootstrap(count, new),
         change=bootstrap(count, lambda drawn: new(drawn) / old(drawn) - 1),
     )
+
+
+def as_served(texts: Sequence[TextAcceptance]) -> RequestAcceptance | None:
+    """The acceptance length as servers count it; None for too few requests."""
+    tally = Tally()
+    for text in texts:
+        if text.at_steps:
+            steps = len(text.at_steps)
+            tally = tally.with_request(steps, steps + sum(text.at_steps))
+    found = Acceptance.of(tally)
+    return None if found is None else RequestAcceptance(**dataclasses.asdict(found))
 
 
 def compare_by_source(
@@ -231,6 +246,8 @@ class Trial:
     base: Sequence[Sample]
     max_length: int
     device: torch.device
+    states_from: Sequence[str] = ()  # servers of hidden states
+    vllm_flags: Sequence[str] = ()  # of a server of hidden states that is started
 
 
 def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence:
@@ -248,12 +265,12 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
         trial.max_length,
         trial.device,
         progress.stage("comparing drafters", len(samples)),
+        trial.states_from,
+        trial.vllm_flags,
     )
     newest = len(trial.held_out)
     (first,) = of_first or [before]
-    gc.collect()  # the engine starts on the accelerator that the comparison used
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_device_cache()  # the engine starts on the accelerator that the comparison used
     done = progress.stage("vLLM with and without it", 1)
     some = [
         s for part in (trial.held_out, trial.base) for s in evenly_spaced(part, LOSSLESS_PROMPTS)
@@ -268,6 +285,8 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
         first=compare(first[newest:], after[newest:]),
         first_by_source=compare_by_source(first[newest:], after[newest:]),
         lossless=answers,
+        served_before=as_served(before[:newest]),
+        served_after=as_served(after[:newest]),
     )
 
 
@@ -293,7 +312,13 @@ def shape_findings(serving: Checkpoint, candidate: Path) -> list[Finding]:
     ]
 
 
-def check_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
+def check_lossless(
+    target: Path,
+    drafter: Path,
+    samples: Sequence[Sample],
+    urls: Sequence[str] = (),
+    vllm_flags: Sequence[str] = (),
+) -> Lossless:
     """Compare vLLM's greedy float32 answers with and without the drafter, in child processes."""
     drafts = served_draft_tokens(drafter)
     max_prompt = read_checkpoint(drafter).config.max_positions - LOSSLESS_TOKENS - drafts
@@ -305,6 +330,7 @@ def check_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lo
         max_tokens=LOSSLESS_TOKENS,
         max_length=longest + LOSSLESS_TOKENS + drafts,
         dtype="float32",
+        vllm_flags=list(vllm_flags),
     )
     together = alone.model_copy(update={"drafter": str(drafter), "draft_tokens": drafts})
     (bare,) = run_session(alone).runs
@@ -312,11 +338,21 @@ def check_lossless(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lo
     if bare.answers == speculative.answers:
         count = len(samples)
         return Lossless(texts=count, equal_texts=count, divergences=[], largest_allowed_gap=0.0)
-    return compare_answers(
-        load_model(target, torch.float32),
-        prompts,
-        {"held out": bare.answers},
-        {"held out": speculative.answers},
+    longest_text = longest + LOSSLESS_TOKENS
+    with reference_target(
+        target,
+        (),
         torch.float32,
-        drafts + 1,
-    )
+        longest=longest_text,
+        device=reference_device(target, torch.float32),
+        urls=urls,
+        vllm_flags=vllm_flags,
+    ) as reference:
+        return compare_answers(
+            reference,
+            prompts,
+            {"held out": bare.answers},
+            {"held out": speculative.answers},
+            torch.float32,
+            drafts + 1,
+        )

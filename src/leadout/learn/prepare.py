@@ -5,18 +5,22 @@ The work folder:
     work/
       lock
       cycle.json     the settings of the cycle; written once the text is complete
-      mix/           the text to train and evaluate on; removed when the cycle ends
+      mix/           the text to train and evaluate on; removed when the process ends
       run/           the training run
       candidate/     the drafter that the gate evaluates
 
-An interrupted cycle continues from it. Everything in it can contain what users wrote, so it is
-readable by the owner only.
+Everything in it can contain what users wrote, so it is readable by the owner only. However a cycle
+ends, also if it is killed, the text and the target's states of it are removed. An interrupted cycle
+continues nevertheless: it selects the same text from the captured traffic again.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
+import logging
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,30 +28,85 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from leadout.checkpoints import Checkpoint, read_checkpoint
 from leadout.console import Progress
 from leadout.data.manifest import DataFolder
+from leadout.engine.offline import SESSION_SETTINGS
+from leadout.engine.vllm_flags import engine_arguments
 from leadout.evaluate.ranks import Ranks
-from leadout.files import Timeout, lock, require_writable, write_text
-from leadout.learn.config import DEFAULT_MINUTES, CycleSettings, LearnConfig, LearnError, Record
-from leadout.learn.data import copy_newest, make_mix, read_training, split_traffic, write_mix
+from leadout.files import (
+    InvalidFileError,
+    MissingFileError,
+    Timeout,
+    lock,
+    read_model,
+    require_writable,
+    write_text,
+)
+from leadout.learn.config import (
+    DEFAULT_MINUTES,
+    CycleSettings,
+    LearnConfig,
+    LearnError,
+    Record,
+    TooLittleTrafficError,
+)
+from leadout.learn.data import (
+    copy_newest,
+    download_newest,
+    make_mix,
+    read_training,
+    split_traffic,
+    write_mix,
+)
 from leadout.models import fingerprint, local_folder
-from leadout.pairing import read_target
-from leadout.registry import Registry
+from leadout.pairing import read_target, require_trainable
+from leadout.registry import Registry, RegistryKey
+from leadout.sealed import Keys
+from leadout.storage import is_url, resolved
+from leadout.train.budget import (
+    VALIDATIONS,
+    steps_for_seconds,
+    steps_for_tokens,
+    validations_for_seconds,
+    with_steps,
+)
 from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS
-from leadout.train.loop import total_steps
-from leadout.train.plan import Timing, time_steps
-from leadout.train.run import STATES, WORK, Corpus, Run, complete_settings
+from leadout.train.plan import time_steps
+from leadout.train.run import STATES, WORK, Run, complete_settings
+from leadout.train.states_source import served_states
+
+logger = logging.getLogger(__name__)
 
 DECISIONS = ("promoted", "rejected", "undecided")  # one of them ends each cycle in the ledger
 CYCLE = "cycle.json"
 LOCK = "lock"
 
-VALIDATIONS = 8  # during a run, and one before it ...
-VALIDATION_SHARE = 0.1  # ... but fewer if they took more than this share of the time
+MAX_REMOVER_SECONDS = 5.0
+# Waits until the learner has ended and its lock is free, which may be a moment later. If the next
+# learner has it by then, that one is responsible for the text.
+_REMOVER = """
+import fcntl, pathlib, shutil, signal, sys, time
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(each, signal.SIG_IGN)  # a supervisor sends them to all processes at once
+sys.stdin.buffer.read()
+with open(sys.argv[1], "a") as lock:
+    for _ in range(100):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.1)
+            continue
+        for text in map(pathlib.Path, sys.argv[2:]):
+            try:
+                shutil.rmtree(text) if text.is_dir() else text.unlink(missing_ok=True)
+            except OSError as problem:
+                print(f"{text} cannot be deleted: {problem}", file=sys.stderr)
+        break
+"""
+
 RATE_SHARE = 0.5  # of the learning rate that the drafter was first trained with
 
 
@@ -62,14 +121,18 @@ class CycleFile(Record):
     replay: str
     config: CycleSettings
     training: TrainConfig  # derived from the rest and from measured speed
+    newest: str = ""  # the id of the newest captured sample that was there
+    mix_hash: str = ""  # of the text that was selected
 
 
 class WorkFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mix = folder / "mix"
+        self.download = folder / "download"
         self.capture = folder / "capture"
         self.run = folder / WORK
+        self.states = self.run / STATES
         self.candidate = folder / "candidate"
 
     @contextmanager
@@ -77,35 +140,81 @@ class WorkFolder:
         """Exclusive use of the folder; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            held = lock(self.folder / LOCK, seconds=0).acquire()
+            # The remover of a cycle that was killed holds the lock for a moment.
+            held = lock(self.folder / LOCK, seconds=MAX_REMOVER_SECONDS).acquire()
         except Timeout:
             raise LearnError(
                 f"--work {self.folder} is in use by another cycle. Wait until it ends, or choose "
                 "another folder."
             ) from None
-        with held:
+        with held, self._removed_if_killed():
+            try:
+                yield
+            finally:
+                self.remove_text()
+
+    @contextmanager
+    def _removed_if_killed(self) -> Iterator[None]:
+        """Another process removes what users wrote if this one ends without doing so."""
+        texts = (self.mix, self.download, self.capture, self.states, self.states_marks)
+        remover = subprocess.Popen(
+            [sys.executable, "-I", "-c", _REMOVER, str(self.folder / LOCK), *map(str, texts)],
+            stdin=subprocess.PIPE,  # the kernel closes it when this process ends
+            start_new_session=True,  # what kills this process spares the remover
+        )
+        try:
             yield
+        finally:
+            remover.kill()
+            remover.communicate()
 
     def interrupted_cycle(self) -> CycleFile | None:
         """The cycle that has not been finished, if there is one."""
         try:
-            return CycleFile.model_validate_json((self.folder / CYCLE).read_bytes())
-        except (FileNotFoundError, ValidationError):  # none, or of another version of Leadout
+            return read_model(self.folder / CYCLE, CycleFile)
+        except (MissingFileError, InvalidFileError):  # none, or of another version of Leadout
             return None
+
+    def mix_hash(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(self.mix.glob("*.jsonl")):
+            digest.update(path.name.encode() + path.read_bytes())
+        return digest.hexdigest()
 
     def clear(self) -> None:
         """Remove everything of an earlier cycle."""
         (self.folder / CYCLE).unlink(missing_ok=True)
-        for part in (self.mix, self.capture, self.run, self.candidate):
-            shutil.rmtree(part, ignore_errors=True)
+        for part in (self.mix, self.download, self.capture, self.run, self.candidate):
+            _remove(part)
         self.run.mkdir(mode=0o700)
 
     def finish(self) -> None:
         """Keep the candidate and the log of the run, and nothing that users wrote."""
         (self.folder / CYCLE).unlink(missing_ok=True)
-        shutil.rmtree(self.mix, ignore_errors=True)
-        for path in self.run.glob(f"{Path(STATES).stem}.*"):
-            path.unlink()
+        self.remove_text()
+
+    def remove_text(self) -> None:
+        """Remove what users wrote, and the target's states of it."""
+        for part in (self.mix, self.download, self.capture):
+            _remove(part)
+        for path in (self.states, self.states_marks):
+            path.unlink(missing_ok=True)
+
+    @property
+    def states_marks(self) -> Path:
+        return self.states.with_suffix(".marks")
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as problem:
+        raise LearnError(
+            f"{problem.filename or folder} cannot be deleted: {problem.strerror}. It may contain "
+            "what users wrote: delete it by hand."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +230,24 @@ class Inputs:
     version: int  # the serving one, which training starts from
     drafter: Checkpoint
     first: Path  # version 1, with which every candidate is compared
-    traffic: Path
+    traffic: str  # a folder or URL
     replay: DataFolder
+    keys: Keys  # of encrypted traffic
+    states_from: tuple[str, ...] = ()  # servers of hidden states
+    vllm_flags: tuple[str, ...] = ()  # of every engine that is started
 
-    def cycle(self, training: TrainConfig) -> CycleFile:
+    def cycle(self, training: TrainConfig, newest: str, mix_hash: str) -> CycleFile:
         return CycleFile(
             number=self.number,
             parent=self.version,
             parent_fingerprint=self.registry.manifest(self.version).fingerprint,
             target_fingerprint=self.target_fingerprint,
-            traffic=str(self.traffic.absolute()),
+            traffic=resolved(self.traffic),
             replay=str(self.replay.folder.absolute()),
             config=self.settings,
             training=training,
+            newest=newest,
+            mix_hash=mix_hash,
         )
 
 
@@ -141,16 +255,20 @@ def open_inputs(config: LearnConfig) -> Inputs:
     """Open the inputs; everything that can be rejected is rejected here, before any work."""
     name: str = config.required("target")
     traffic, replay_folder = config.required("traffic"), config.required("replay")
-    registry = Registry(config.registry)
+    registry = Registry(config.registry, signing_key(config.registry_key))
     pointer = registry.require_pointer()
-    require_writable("--registry", config.registry)
+    registry.storage.require_writable("--registry")
     require_writable("--work", config.work_folder)
     target = local_folder(name)
+    require_trainable(target, name, new=False)
+    if config.vllm_flags:
+        engine_arguments(name, config.vllm_flags, LearnConfig, SESSION_SETTINGS)
     found = fingerprint(target)
+    manifest = registry.verify(pointer.version)
     drafter = read_checkpoint(registry.path(pointer.version))
     require_learnable(drafter)
     replay = DataFolder(replay_folder)
-    served_for = registry.manifest(pointer.version).target_fingerprint
+    served_for = manifest.target_fingerprint
     if served_for != found:
         raise LearnError(
             f"--registry {config.registry} has drafters for another target (fingerprint "
@@ -175,7 +293,21 @@ def open_inputs(config: LearnConfig) -> Inputs:
         first=registry.first(),
         traffic=traffic,
         replay=replay,
+        keys=Keys.read(config.capture_key),
+        states_from=config.states_from,
+        vllm_flags=config.vllm_flags,
     )
+
+
+def signing_key(path: Path | None) -> RegistryKey | None:
+    """The key of --registry-key, which must be able to sign; read before any work."""
+    key = None if path is None else RegistryKey.read(path)
+    if key is not None and not key.can_sign:
+        raise LearnError(
+            f"--registry-key {path} is a public key, expected the private one: new versions are "
+            "signed with it. Servers get the public key."
+        )
+    return key
 
 
 def require_learnable(checkpoint: Checkpoint) -> None:
@@ -195,32 +327,42 @@ def require_learnable(checkpoint: Checkpoint) -> None:
 def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) -> CycleFile:
     """The settings of this cycle: those of the interrupted one, or new ones, written to a file."""
     before = work.interrupted_cycle()
-    resumes = before is not None and before == inputs.cycle(before.training)
+    resumes = before is not None and before == inputs.cycle(
+        before.training, before.newest, before.mix_hash
+    )
+    if ranks.is_leader and resumes:
+        assert before is not None
+        resumes = _restore_text(inputs, work, before)
     if ranks.broadcast(resumes):
         assert before is not None
         return before
-    max_length = 0
+    max_length, newest = 0, ""
     if ranks.is_leader:
         work.clear()
-        max_length = _write_text(inputs, work)
+        max_length, newest = _write_text(inputs, work)
     max_length = _from_leader(ranks, max_length)
     training = base_settings(inputs.drafter, inputs.settings, max_length, inputs.number)
     training = _fit_to_budget(inputs, work, training, ranks, progress)
-    cycle = inputs.cycle(training)
+    cycle = inputs.cycle(training, newest, work.mix_hash() if ranks.is_leader else "")
     if ranks.is_leader:
         write_text(work.folder / CYCLE, cycle.model_dump_json(indent=2) + "\n")
     return cycle
 
 
+@contextmanager
 def make_run(
     inputs: Inputs, work: WorkFolder, training: TrainConfig, out: Path, ranks: Ranks
-) -> Run:
-    """A training run on the text of the cycle, in the folder `out`."""
+) -> Iterator[Run]:
+    """A training run on the text of the cycle, in the folder `out`; its servers end with it."""
     vocab_size = read_target(inputs.target).vocab_size
     share = inputs.settings.replay_share
     corpus = read_training(work.mix, training.max_length, share, vocab_size)
     settings = complete_settings(training, inputs.target, corpus, vocab_size)
-    return Run(inputs.target, corpus, settings, out, ranks, inputs.drafter.config)
+    taps, longest = inputs.drafter.config.target_layer_ids, max(corpus.lengths)
+    where = settings.model_copy(update={"states_from": inputs.states_from})
+    flags = inputs.vllm_flags
+    with served_states(inputs.target, taps, where, longest, ranks, flags) as states:
+        yield Run(inputs.target, corpus, settings, out, ranks, inputs.drafter.config, states)
 
 
 def first_settings(drafter: Path) -> TrainConfig:
@@ -246,6 +388,7 @@ def base_settings(
             "learning_rate": settings.learning_rate or RATE_SHARE * first.learning_rate,
             "precision": precision if precision == "float32" else "bfloat16",
             "states": "auto",
+            "states_from": (),
             "patience": None,
             "compile": False,  # takes minutes, which short cycles do not earn back
             "seed": seed,
@@ -253,60 +396,52 @@ def base_settings(
     )
 
 
-def with_steps(settings: TrainConfig, corpus: Corpus, steps: int, validations: int) -> TrainConfig:
-    """Settings for exactly `steps` steps, over which the learning rate decays to zero."""
-    epochs = steps * settings.batch_sequences / len(corpus.split.train)
-    every = max(1, math.ceil(steps / validations))
-    changed = settings.model_copy(update={"epochs": epochs, "validate_every": every})
-    assert total_steps(len(corpus.split.train), changed) == steps
-    return changed
+def _restore_text(inputs: Inputs, work: WorkFolder, before: CycleFile) -> bool:
+    """Select the text of an interrupted cycle again; False if traffic has been deleted since."""
+    work.remove_text()
+    try:
+        _write_text(inputs, work, before.newest)
+    except TooLittleTrafficError:
+        return False
+    return work.mix_hash() == before.mix_hash
 
 
-def steps_for_tokens(tokens: int, settings: TrainConfig, corpus: Corpus) -> int:
-    """The number of steps that train on `tokens` answer tokens."""
-    train = corpus.split.train
-    answer_tokens = sum(
-        corpus.lengths[index] - min(len(corpus.samples[index].prompt), settings.max_length)
-        for index in train
-    )
-    return max(1, round(tokens * len(train) / answer_tokens / settings.batch_sequences))
+def _write_text(inputs: Inputs, work: WorkFolder, newest: str | None = None) -> tuple[int, str]:
+    """Write the mix, without samples that were captured after the one with the id `newest`.
 
-
-def steps_for_seconds(seconds: float, timing: Timing, settings: TrainConfig, corpus: Corpus) -> int:
-    """The number of steps that fit, with their hidden states and validations."""
-    validations = 1 + validations_for_seconds(seconds, timing, corpus)
-    seconds -= validations * len(corpus.split.validation) * timing.seconds_per_validated
-    train = corpus.split.train
-    states = timing.seconds_per_token * sum(corpus.lengths[i] for i in set(train))
-    per_pass = timing.seconds_per_step * len(train) / settings.batch_sequences
-    if settings.states != "disk":  # each step computes its states, and was timed with them
-        passes = seconds / per_pass
-    else:  # the first pass computes them
-        passes = min(seconds / (per_pass + states), 1.0)
-        passes += max(0.0, seconds - per_pass - states) / per_pass
-    return max(1, int(passes * len(train) / settings.batch_sequences))
-
-
-def validations_for_seconds(seconds: float, timing: Timing, corpus: Corpus) -> int:
-    each = len(corpus.split.validation) * timing.seconds_per_validated
-    return max(1, min(VALIDATIONS, int(VALIDATION_SHARE * seconds / each) - 1))
-
-
-def _write_text(inputs: Inputs, work: WorkFolder) -> int:
-    """Write the mix; returns the length to which sequences are cut."""
+    Returns the length to which sequences are cut, and the id of the newest sample.
+    """
     drafter, settings = inputs.drafter, inputs.settings
-    first = first_settings(drafter.path)
-    traffic = split_traffic(
-        copy_newest(inputs.traffic, inputs.target_fingerprint, work.capture),
-        settings,
-        block_size=drafter.config.block_size,
-        min_length=first.max_length,
-        max_length=drafter.config.max_positions,
-    )
-    mix = make_mix(traffic, inputs.replay, first, settings, inputs.number)
-    write_mix(mix, work.mix)
-    shutil.rmtree(work.capture)
-    return traffic.max_length
+    first, vocab_size = first_settings(drafter.path), read_target(inputs.target).vocab_size
+    try:
+        source = Path(inputs.traffic)
+        if is_url(inputs.traffic):
+            source = download_newest(inputs.traffic, work.download)
+        copied = copy_newest(
+            source, inputs.target_fingerprint, vocab_size, work.capture, inputs.keys, newest
+        )
+        if copied.unusable:
+            logger.warning(
+                "%d lines of the captured traffic in %s were left out: they are repeated, or are "
+                "not samples of this target.",
+                copied.unusable,
+                inputs.traffic,
+            )
+        traffic = split_traffic(
+            copied.paths,
+            settings,
+            block_size=drafter.config.block_size,
+            min_length=first.max_length,
+            max_length=drafter.config.max_positions,
+        )
+        mix = make_mix(traffic, inputs.replay, first, settings, inputs.number)
+        write_mix(mix, work.mix)
+    except BaseException:  # too little traffic, for example
+        work.remove_text()
+        raise
+    _remove(work.download)
+    _remove(work.capture)
+    return traffic.max_length, copied.newest
 
 
 def _fit_to_budget(
@@ -314,21 +449,22 @@ def _fit_to_budget(
 ) -> TrainConfig:
     """The settings with as many steps as the minutes or tokens allow."""
     config = inputs.settings
-    with tempfile.TemporaryDirectory(dir=work.run if ranks.is_leader else None) as scratch:
-        run = make_run(inputs, work, training, Path(scratch), ranks)
+    with (
+        # Inside the mix: it has states of the text, and is removed with it.
+        tempfile.TemporaryDirectory(dir=work.mix) as scratch,
+        make_run(inputs, work, training, Path(scratch), ranks) as run,
+    ):
         settings, corpus = run.config, run.corpus
         if config.tokens is not None:
             steps, validations = steps_for_tokens(config.tokens, settings, corpus), VALIDATIONS
         else:
             done = progress.stage("timing a few steps", 1)
-            timing = time_steps(run)  # on all ranks at the same time, as in training
+            timing = time_steps(run)
             seconds = 60 * (config.minutes or DEFAULT_MINUTES)
             steps = steps_for_seconds(seconds, timing, settings, corpus)
             validations = validations_for_seconds(seconds, timing, corpus)
             done()
-    steps, validations = (
-        _from_leader(ranks, number if ranks.is_leader else 0) for number in (steps, validations)
-    )
+        run.release()  # for the run that trains
     return with_steps(settings, corpus, steps, validations)
 
 

@@ -88,6 +88,8 @@ def expected_acceptance(evidence: Evidence) -> dict[str, ExpectedAcceptance]:
             low=each.after.low,
             high=each.after.high,
             requests=each.requests,
+            per_request=evidence.served_after if name == TRAFFIC else None,
+            before=evidence.served_before if name == TRAFFIC else None,
         )
         for name, each in compared.items()
     }
@@ -115,12 +117,13 @@ def ledger_evidence(
     return numbers
 
 
-def read_status(folder: Path) -> Status:
-    registry = Registry(folder)
+def read_status(place: Path | str) -> Status:
+    registry = Registry(place)
     serving = registry.require_pointer().version
     versions = []
-    for number in registry.versions():
-        manifest, mark = registry.manifest(number), registry.bad_mark(number)
+    for manifest in registry.readable_manifests():
+        number = manifest.version
+        mark = registry.bad_mark(number)
         versions.append(
             VersionStatus(
                 version=number,
@@ -134,7 +137,7 @@ def read_status(folder: Path) -> Status:
     return Status(serving=serving, versions=versions, ledger=registry.ledger())
 
 
-def print_result(result: LearnResult, registry: Path, candidate: Path) -> None:
+def print_result(result: LearnResult, registry: str, candidate: Path) -> None:
     """The decision with its reasons, the comparison, and what happens next."""
     console = Console()
     made = result.adaptation

@@ -6,7 +6,7 @@ and leaves the rest to the engine.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,24 @@ from typing import NamedTuple
 from leadout.checkpoints import CheckpointError, speculators, zlab
 from leadout.checkpoints.decoder_config import RopeFields, read_rope
 from leadout.checkpoints.errors import MISSING, Phrase, missing
-from leadout.dflash.config import InvalidDrafterError, Rope
+from leadout.dflash.config import InvalidDrafterError, LogitScaling, Rope
+from leadout.files import FileError, read_object
 from leadout.models import hub_name, same_model
 
 CONFIG = "config.json"
 # Where multimodal models keep their text decoder.
 _DECODER_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+
+# How transformers' and vLLM's model classes scale the scores of the output head.
+_LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_LOGIT_DIVISORS = ("logits_scaling",)
+_LOGIT_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# These multiply by the field that all other families divide by.
+_MULTIPLY_BY_SCALING = frozenset({"hyperclovax"})
+# The defaults of model classes, for configs that omit the field.
+_DEFAULT_MULTIPLIER = {"cohere": 0.0625, "cohere2": 0.0625, "cohere2_moe": 0.0625}
+_DEFAULT_SOFTCAP = {"gemma2": 30.0, "gemma3n_text": 30.0, "vaultgemma": 30.0, "nanochat": 15.0}
 
 
 class PublishedDrafter(NamedTuple):
@@ -54,6 +66,10 @@ PUBLISHED = tuple(
         ("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash"),
     )
 )
+
+
+DEFAULT_TAPS = 5
+MIN_SPREAD_LAYERS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +115,15 @@ def read_any_config(folder: Path) -> dict[str, object]:
         )
     # Not the strict reader: configs of state-space models may contain Infinity.
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        problem = f"contains a {type(config).__name__}"
-    except (OSError, ValueError, RecursionError) as error:
-        config, problem = None, f"cannot be read ({error})"
-    if isinstance(config, dict):
-        return config
-    raise CheckpointError(
-        path,
-        "file",
-        Phrase(problem),
-        "the JSON object of a Hugging Face model",
-        "Check the path of the target, or download it again.",
-    )
+        return read_object(path)
+    except FileError as problem:
+        raise CheckpointError(
+            path,
+            "file",
+            Phrase(f"cannot be read ({str(problem).removesuffix('.')})"),
+            "the JSON object of a Hugging Face model",
+            "Check the path of the target, or download it again.",
+        ) from None
 
 
 def target_from_config(
@@ -121,7 +133,7 @@ def target_from_config(
 
     `path` is the file to name in errors.
     """
-    section, at = _decoder_section(config)
+    section, at = decoder_section(config)
     source = path or Path(name)
     positions = section.get("max_position_embeddings")
     max_positions = positions if type(positions) is int and positions > 0 else None
@@ -133,6 +145,51 @@ def target_from_config(
         rope=_rope(section, max_positions, source, at),
         max_positions=max_positions,
     )
+
+
+def spread_layer_ids(target_layers: int, taps: int = DEFAULT_TAPS) -> tuple[int, ...]:
+    """Evenly spaced layers from the second to the third from last; fewer in a shallow target."""
+    if target_layers < MIN_SPREAD_LAYERS:
+        return tuple(range(target_layers))[-taps:]
+    if taps == 1:
+        return (target_layers // 2,)
+    return tuple(sorted({round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)}))
+
+
+def read_logit_scaling(config: Mapping[str, object], path: Path) -> LogitScaling:
+    """How a target turns the scores of its head into logits, from its config.json at `path`."""
+    section, at = decoder_section(config)
+    family = str(section.get("model_type"))
+
+    def stated(names: tuple[str, ...]) -> float | None:
+        for name in names:
+            value = section.get(name)
+            if value is None:
+                continue
+            number = _number(value)
+            if number is None or not 0 < number < math.inf:
+                raise CheckpointError(
+                    path,
+                    f"{at}.{name}" if at else name,
+                    value,
+                    "a positive number",
+                    "Check the config of the target: without it its logits are unknown.",
+                )
+            return number
+        return None
+
+    multiplier = stated(_LOGIT_MULTIPLIERS)
+    if multiplier is None and not any(name in section for name in _LOGIT_MULTIPLIERS):
+        multiplier = _DEFAULT_MULTIPLIER.get(family)
+    divisor = stated(_LOGIT_DIVISORS) or 1.0
+    base = stated(("dim_model_base",))  # of MiniCPM, which divides the states before the head
+    if base is not None:
+        divisor *= _count(section, "hidden_size", path, at) / base
+    softcap = stated(_LOGIT_SOFTCAPS)
+    if softcap is None and not any(name in section for name in _LOGIT_SOFTCAPS):
+        softcap = _DEFAULT_SOFTCAP.get(family)
+    factor = divisor if family in _MULTIPLY_BY_SCALING else 1 / divisor
+    return LogitScaling((multiplier or 1.0) * factor, softcap)
 
 
 def find_published(target: str) -> PublishedDrafter | None:
@@ -149,7 +206,7 @@ def find_published(target: str) -> PublishedDrafter | None:
     return None
 
 
-def _decoder_section(config: Mapping[str, object]) -> tuple[Mapping[str, object], str]:
+def decoder_section(config: Mapping[str, object]) -> tuple[Mapping[str, object], str]:
     """The text decoder's fields, and their path inside the file."""
     path: list[str] = []
     section = config

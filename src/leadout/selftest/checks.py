@@ -74,7 +74,7 @@ def check_async(workers: Sequence[WorkerFacts], in_stock: bool) -> Check:
     if not in_stock:
         reason = "vLLM itself has it off with these flags on this platform"
         return not_applicable(ASYNC, expected_of(ASYNC), reason)
-    if workers and all(each.async_scheduling for each in workers):
+    if workers and all(each.config.async_scheduling for each in workers):
         return passed(ASYNC, expected_of(ASYNC), "on")
     return failed(
         ASYNC,
@@ -268,6 +268,11 @@ def check_metrics(text: str, parts: Collection[str]) -> Check:
         "Check that VLLM_PLUGINS, if it is set, names leadout, and look for `metrics` in the "
         "server's log.",
     )
+
+
+def no_common_metrics(api_servers: int) -> Check:
+    reason = f"with {api_servers} API servers /metrics has vLLM's own counters only"
+    return not_applicable(METRICS, expected_of(METRICS), reason)
 
 
 def check_overhead(part: str, ratios: Sequence[float]) -> Check:

@@ -95,7 +95,7 @@ def selftest(settings: SelftestSettings, progress: Progress) -> SelftestResult:
             "[FLAGS]`."
         )
     require_writable("--out", settings.out)
-    pair = Pair.of(settings.target, settings.drafter)
+    pair = Pair.of(settings.target, settings.drafter, settings.vllm_flags)
     with TemporaryDirectory(prefix="leadout-selftest-") as folder:
         test = _Test(settings, pair, Path(folder), began)
         progress.say("checking target, drafter and flags")
@@ -150,7 +150,7 @@ class _Test:
                 capture=self.folder,
             )
         )
-        texts = tuple(prompt.turns[0] for prompt in prompts_or_default(()))
+        texts = tuple(prompt.text for prompt in prompts_or_default(()))
         self._prompts = random.Random(0).sample(texts, len(texts))
         self._logs.mkdir(parents=True, exist_ok=True)
 
@@ -203,7 +203,7 @@ class _Test:
     def _fits_twice(self) -> bool:
         """Whether memory holds two servers; the second may have live control."""
         folders = [each for each in (self.pair.target, self.pair.drafter) if each is not None]
-        return choose_turns(2, folders, on_cpu=True, can_stop=False) == "waves"
+        return choose_turns(2, folders, True, self.settings.vllm_flags, can_stop=False) == "waves"
 
     async def _start(
         self, name: str, session: ClientSession, running: ExitStack
@@ -320,7 +320,7 @@ class _Test:
             facts = await server.facts()
             self.resolved = facts[0]
         self._add(checks.check_draft_class(facts))
-        self._add(checks.check_async(facts, self._plans.resolved.async_scheduling))
+        self._add(checks.check_async(facts, self._plans.resolved.config.async_scheduling))
         if CAPTURE in self._plans.refused:
             reason = self._plans.refused[CAPTURE]
             self._add(not_applicable(checks.CAPTURE, checks.expected_of(checks.CAPTURE), reason))
@@ -333,10 +333,12 @@ class _Test:
             self._add(not_applicable(checks.GRAPHS, checks.expected_of(checks.GRAPHS), reason))
         else:
             steps = {name: run.graph_steps for name, run in self.servers.items()}
-            mode = (self.resolved or self._plans.resolved).cudagraph_mode
+            mode = (self.resolved or self._plans.resolved).config.cuda_graphs
             self._add(checks.check_graphs(mode, steps.get(STOCK), steps[EVERYTHING]))
 
         async def metrics() -> Check:
+            if self._plans.api_servers > 1:
+                return checks.no_common_metrics(self._plans.api_servers)
             return checks.check_metrics(
                 await server.metrics(), [checks.DRAFT_CLASS, *self._plans.parts]
             )
@@ -400,7 +402,8 @@ class _Test:
     def _last_pause(self) -> float:
         assert self._registry is not None
         swapped = [each for each in self._registry.ledger() if each.event == "swapped"]
-        return float(swapped[-1].evidence["pause_seconds"]) if swapped else 0.0
+        seconds = swapped[-1].evidence.get("pause_seconds") if swapped else None
+        return float(seconds) if isinstance(seconds, int | float) else 0.0
 
 
 def _first_line(problem: Exception) -> str:

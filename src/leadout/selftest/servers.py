@@ -27,17 +27,23 @@ from leadout.engine.inspection import (
     INSPECTION_AND_SWAP,
     DraftStep,
     WorkerFacts,
-    facts_of,
     read_steps,
+    worker_facts,
 )
 from leadout.engine.plugin import SWITCH
 from leadout.engine.server import POLL_SECONDS, Server, server_command
-from leadout.engine.server_turns import CPU_FLAGS, RunningServer, machine_environment
+from leadout.engine.server_turns import (
+    CPU_FLAGS,
+    RunningServer,
+    machine_environment,
+    model_location,
+)
 from leadout.engine.settings import WORKER_EXTENSION, ServeSettings
 from leadout.errors import LeadoutError
 from leadout.files import write_text
 from leadout.models import fingerprint, is_left_to_vllm, local_folder
 from leadout.registry import Registry
+from leadout.selftest.settings import SelftestSettings
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -63,9 +69,13 @@ class Pair:
     drafter: Path
 
     @classmethod
-    def of(cls, target: str, drafter: str) -> Pair:
-        folder = None if is_left_to_vllm(target) else local_folder(target)
-        return cls(folder, local_folder(drafter))
+    def of(cls, target: str, drafter: str, flags: Sequence[str] = ()) -> Pair:
+        """`flags` are the user's, which may name the target's revision and the download folder."""
+        revision, download_dir = model_location(flags)
+        folder = None
+        if not is_left_to_vllm(target):
+            folder = local_folder(target, revision, download_dir)
+        return cls(folder, local_folder(drafter, None, download_dir))
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -127,6 +137,7 @@ class Plans(Message):
     refused: dict[str, str]  # the others, and why
     resolved: WorkerFacts  # by vLLM without Leadout's parts
     max_requests: int  # in one step
+    api_servers: int = 1  # of the server with everything
 
 
 def make_plans(request: PlanRequest) -> Plans:
@@ -136,8 +147,9 @@ def make_plans(request: PlanRequest) -> Plans:
 
 def plan_here(request: PlanRequest, _report: Report) -> Plans:
     from leadout.engine.serve_plan import make_plan
-    from leadout.engine.vllm_flags import vllm_config_of, without_speculation
+    from leadout.engine.vllm_flags import parse, vllm_config_of, without_speculation
 
+    parse(request.target, request.flags, SelftestSettings)  # names this command in its errors
     flags = [*(CPU_FLAGS if request.on_cpu else ()), *request.flags, _GRAPH_METRICS]
 
     def plan(*parts: str) -> Plan:
@@ -146,7 +158,7 @@ def plan_here(request: PlanRequest, _report: Report) -> Plans:
             ServeSettings(
                 target=request.target,
                 draft=None if has_registry else request.drafter,
-                registry=request.registry if has_registry else None,
+                registry=str(request.registry) if has_registry else None,
                 live=LIVE in parts,
                 capture=capture_folder(request.capture, parts) if CAPTURE in parts else None,
                 vllm_flags=tuple(flags),
@@ -174,14 +186,23 @@ def plan_here(request: PlanRequest, _report: Report) -> Plans:
         except LeadoutError as problem:
             refused[part] = str(problem)
     parts = [part for part in PARTS if part not in refused]
-    servers[EVERYTHING] = _planned(plan(*parts), inspected=True)
+    everything = plan(*parts)
+    servers[EVERYTHING] = _planned(everything, inspected=True)
+    own = everything.command[everything.command.index(request.target) + 1 :]
     return Plans(
         servers=servers,
         parts=parts,
         refused=refused,
-        resolved=facts_of(config, None),
+        resolved=worker_facts(config, None),
         max_requests=config.scheduler_config.max_num_seqs,
+        api_servers=_api_servers(parse(request.target, own)),
     )
+
+
+def _api_servers(parsed: Any) -> int:
+    """As vLLM counts them: without the flag, one for each rank that this server starts."""
+    asked: int | None = parsed.api_server_count
+    return asked or parsed.data_parallel_size
 
 
 def capture_folder(root: Path, parts: Sequence[str]) -> Path:
@@ -225,7 +246,10 @@ class TestedServer:
         began = time.monotonic()
         while not self._server.is_ready():
             if time.monotonic() - began > seconds:
-                raise EngineError(f"The server was not healthy after {seconds:.0f} s.")
+                raise EngineError(
+                    f"The server was not healthy after {seconds:.0f} s, all the time that "
+                    "--minutes leaves it: increase --minutes"
+                )
             await asyncio.sleep(POLL_SECONDS)
         self.start_seconds = time.monotonic() - began
         self.load.resume()

@@ -4,54 +4,83 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leadout.checkpoints import Format
 from leadout.console import Progress
 from leadout.data.manifest import DataFolder
 from leadout.errors import StoppedError
-from leadout.evaluate.ranks import joined_ranks
-from leadout.files import require_writable, write_text
+from leadout.evaluate.hidden_states import StateSource
+from leadout.evaluate.ranks import Ranks, joined_ranks, require_shared
+from leadout.files import read_text, require_writable, write_text
 from leadout.models import fingerprint, local_folder
-from leadout.pairing import read_target
+from leadout.pairing import read_sizes, read_target, require_trainable
 from leadout.provenance import Provenance, RunStart
+from leadout.train.budget import (
+    Budget,
+    fit_to_budget,
+    has_budget,
+    outlook,
+    require_no_epochs,
+    without_repeated_budget,
+)
 from leadout.train.config import TrainConfig, TrainError
 from leadout.train.export import (
     SETTINGS,
     TrainReport,
+    longest_served,
     require_agreement,
     serve_held_out,
     write_best,
     write_card_and_record,
 )
+from leadout.train.init import DEFAULT_POSITIONS
 from leadout.train.loop import TrainingInterrupted
-from leadout.train.plan import TIMED_STEPS, Plan, make_plan
+from leadout.train.plan import (
+    TIMED_STEPS,
+    Plan,
+    Timing,
+    answer_positions,
+    make_plan,
+    planned_source,
+    time_steps,
+)
 from leadout.train.progress import (
     Record,
     curves_of,
     progress_listener,
     read_log,
-    require_tensorboard,
-    tensorboard_listener,
 )
 from leadout.train.run import WORK, Corpus, Run, complete_settings, read_corpus
 from leadout.train.state import RunStatus
+from leadout.train.states_source import served_states
+from leadout.train.trackers import require_trackers, tracker_listener
 
 DRAFTER = "drafter"
 DATA_HASH = "data-hash"
 # Settings chosen automatically unless given; a continued run keeps what was chosen at first.
-AUTOMATIC = ("layers", "target_layer_ids", "mask_token_id")
+AUTOMATIC = ("layers", "target_layer_ids", "mask_token_id", "epochs")
+# With a budget, these as well.
+CHOSEN_FOR_BUDGET = ("anchors", "batch_sequences", "validate_every")
 # Settings that a continued run may change: they do not change what is computed.
-MAY_CHANGE = frozenset({"save_every", "validate_every", "micro_tokens", "compile", "patience"})
+MAY_CHANGE = frozenset(
+    {
+        "attention", "compile", "micro_tokens", "packing", "patience", "recompute", "save_every",
+        "sharded", "states_from", "validate_every",
+    }
+)  # fmt: skip
 RUN_README = """\
 The state of this training run. `leadout train ... --resume` needs it to continue the run; once the
 drafter is written, the whole folder may be deleted.
 
-state.safetensors  the last checkpoint: weights and optimizer state
+state.safetensors  the last checkpoint: weights and optimizer state; with --sharded also
+state-*.safetensors, the rows of the other ranks
 best.safetensors   the weights with the best validation
 log.jsonl          one line for each step and each validation
+budget.json        what was chosen for --minutes or --tokens
 states.bin, .marks hidden states of the target, kept to save time (the largest file); if deleted,
                    they are computed again
 """
@@ -73,49 +102,64 @@ def train(
     *,
     to: Format = "zlab",
     resume: bool = False,
-    tensorboard: bool = False,
+    trackers: Sequence[str] = (),
+    vllm_flags: Sequence[str] = (),
 ) -> TrainReport | None:
     """Train a drafter for `target` on `data` into the folder `out`.
 
-    Returns None on all ranks but the leader.
+    `vllm_flags` go to every engine that is started for it. Returns None on all
+    ranks but the leader.
     """
     started = RunStart.now()
-    if tensorboard:
-        require_tensorboard()
+    trackers = require_trackers(trackers)
     require_writable("--out", out)
+    require_engine_flags(target, vllm_flags)
     earlier = _earlier_settings(out, resume)
+    if earlier is not None:
+        config = without_repeated_budget(config, out / WORK)
     inputs = _read_inputs(target, data, config, earlier)
     if earlier is not None:
         _require_same_run(out, earlier, inputs)
     words = ["leadout", "train", target, "--data", str(data), "--out", str(out), "--resume"]
-    again = shlex.join(words if to == "zlab" else [*words, "--format", to])
-    with joined_ranks() as ranks:
-        ranks.barrier()  # every rank has accepted the inputs before the leader writes
-        run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks)
+    words += ["--format", to] if to != "zlab" else []
+    words += [word for name in trackers for word in ("--tracker", name)]
+    again = shlex.join([*words, "--", *vllm_flags] if vllm_flags else words)
+    with joined_ranks() as ranks, _states(inputs, ranks, vllm_flags) as states:
+        # Every rank has accepted the inputs before the leader writes.
+        require_shared(ranks, "--out", out)
+        inputs, budget = _within_budget(inputs, _given(config), ranks, states)
+        run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks, states=states)
+        run.require_room()
         if ranks.is_leader:  # all that is needed to continue the run
             run.folder.mkdir(parents=True, exist_ok=True)
             write_text(run.folder / DATA_HASH, inputs.corpus.content_hash)
             write_text(run.folder / "README.txt", RUN_README)
+            if budget is not None:
+                budget.write(run.folder)
             inputs.config.write(out / SETTINGS)
         try:
-            status = _train(run, tensorboard)
+            status = _train(run, out, trackers)
         except TrainingInterrupted as stopped:
             if not ranks.is_leader:
                 raise
             raise StoppedError(
                 f"Stopped at step {stopped.saved_step} of {stopped.steps}; continue with `{again}`."
             ) from None
+        run.release()
+        ranks.barrier()  # the engine may use the devices of all ranks
         if not ranks.is_leader:
             return None
     try:
-        return _finish(run, inputs, status, out / DRAFTER, to, target, started)
+        return _finish(run, inputs, status, out / DRAFTER, to, target, started, vllm_flags)
     except KeyboardInterrupt:
         raise StoppedError(
             f"Stopped after training, before the drafter was verified; continue with `{again}`."
         ) from None
 
 
-def plan(target: str, data: Path, config: TrainConfig) -> Plan | None:
+def plan(
+    target: str, data: Path, config: TrainConfig, vllm_flags: Sequence[str] = ()
+) -> Plan | None:
     """What `train` would take, from timing a few steps; None on all ranks but the leader."""
     inputs = _read_inputs(target, data, config, None)
     with joined_ranks() as ranks, tempfile.TemporaryDirectory() as scratch:
@@ -124,9 +168,67 @@ def plan(target: str, data: Path, config: TrainConfig) -> Plan | None:
                 f"loading the target and timing {TIMED_STEPS} steps of this run; this can take a "
                 "few minutes on CPUs"
             )
-        run = Run(inputs.target, inputs.corpus, inputs.config, Path(scratch), ranks)
-        made = make_plan(run, inputs.data)
+        with _states(inputs, ranks, vllm_flags) as states:
+            inputs, _ = _within_budget(inputs, _given(config), ranks, states)
+            run = Run(
+                inputs.target, inputs.corpus, inputs.config, Path(scratch), ranks, states=states
+            )
+            made = make_plan(run, inputs.data, read_sizes(inputs.target))
         return made if ranks.is_leader else None
+
+
+def _states(
+    inputs: _Inputs, ranks: Ranks, vllm_flags: Sequence[str]
+) -> AbstractContextManager[StateSource | None]:
+    """The target's hidden states from servers, if the settings ask for them."""
+    taps, corpus = inputs.config.target_layer_ids, inputs.corpus
+    assert taps is not None
+    # Also for the texts of the proof after training, for which a refusal would come late.
+    positions = read_target(inputs.target).max_positions or DEFAULT_POSITIONS
+    longest = max(*corpus.lengths, longest_served(corpus, positions))
+    return served_states(inputs.target, taps, inputs.config, longest, ranks, vllm_flags)
+
+
+def require_engine_flags(target: str, flags: Sequence[str]) -> None:
+    """Refuse flags that vLLM does not know before training, not at the proof after it."""
+    if flags:
+        from leadout.engine.offline import SESSION_SETTINGS
+        from leadout.engine.vllm_flags import engine_arguments
+
+        engine_arguments(target, flags, TrainConfig, SESSION_SETTINGS)
+
+
+def _given(config: TrainConfig) -> frozenset[str]:
+    """The names of the settings that the user has set."""
+    return frozenset(n for n in config.model_fields_set if getattr(config, n) is not None)
+
+
+def _within_budget(
+    inputs: _Inputs, given: frozenset[str], ranks: Ranks, states: StateSource | None
+) -> tuple[_Inputs, Budget | None]:
+    """The inputs with the settings chosen for a budget, and the budget, if there is one."""
+    if not has_budget(inputs.config):
+        return inputs, None
+
+    def probe(config: TrainConfig) -> Timing:
+        # A folder of its own: states left on disk would make the next timing too fast.
+        with tempfile.TemporaryDirectory() as scratch:
+            run = Run(inputs.target, inputs.corpus, config, Path(scratch), ranks, states=states)
+            try:
+                return time_steps(run)
+            finally:
+                run.release()  # its parts refer to each other, and the next run needs the device
+
+    with Progress("train", quiet=not ranks.is_leader) as progress:
+        if inputs.config.minutes is not None:
+            progress.say("timing a few steps to choose settings for the budget")
+        source = planned_source(inputs.config, served=states is not None)
+        sizes = read_sizes(inputs.target)
+        config, budget = fit_to_budget(
+            inputs.config, given, sizes, inputs.corpus, source, ranks.count, probe
+        )
+        progress.say(budget.text())
+    return replace(inputs, config=config), budget
 
 
 def what_next(report: TrainReport, target: str, out: Path) -> str:
@@ -150,7 +252,7 @@ def _earlier_settings(out: Path, resume: bool) -> TrainConfig | None:
     if resume and not resolved.exists():
         raise TrainError(
             f"--out {out} has no {SETTINGS}, so there is no run to continue. Omit --resume to "
-            "start one."
+            "start one. A run on several machines needs an --out that all of them share."
         )
     return TrainConfig.resolve({}, resolved) if resume else None
 
@@ -158,10 +260,17 @@ def _earlier_settings(out: Path, resume: bool) -> TrainConfig | None:
 def _read_inputs(
     target: str, data: Path, config: TrainConfig, earlier: TrainConfig | None
 ) -> _Inputs:
-    if earlier is not None:
+    if earlier is None:
+        require_no_epochs(config)
+    else:
         unset = [name for name in AUTOMATIC if getattr(config, name) is None]
+        unset += [name for name in CHOSEN_FOR_BUDGET if name not in config.model_fields_set]
+        # Chosen by the number of epochs, which a budget sets afterwards.
+        unset += ["states"] if config.states == "auto" else []
         config = config.model_copy(update={name: getattr(earlier, name) for name in unset})
-    folder, samples = local_folder(target), DataFolder(data)
+    folder = local_folder(target)
+    require_trainable(folder, target)
+    samples = DataFolder(data)
     vocab_size = read_target(folder).vocab_size
     corpus = read_corpus(samples, folder, config, vocab_size)
     return _Inputs(folder, samples, corpus, complete_settings(config, folder, corpus, vocab_size))
@@ -178,20 +287,21 @@ def _require_same_run(out: Path, earlier: TrainConfig, inputs: _Inputs) -> None:
                 "start another run."
             )
     path, found = out / WORK / DATA_HASH, inputs.corpus.content_hash
-    if path.exists() and (expected := path.read_text()) != found:
+    if path.exists() and (expected := read_text(path)) != found:
         raise TrainError(
             f"--data {inputs.data.folder} has other samples (hash {found[:12]}) than the run in "
             f"{out} was started with ({expected[:12]}). Use that data, or start another run."
         )
 
 
-def _train(run: Run, tensorboard: bool) -> RunStatus:
+def _train(run: Run, out: Path, trackers: Sequence[str]) -> RunStatus:
     is_leader = run.ranks.is_leader
     with ExitStack() as opened:
         progress = opened.enter_context(Progress("train", quiet=not is_leader))
         listeners = [progress_listener(progress, run)]
-        if tensorboard and is_leader:
-            listeners.append(opened.enter_context(tensorboard_listener(run.folder)))
+        if trackers and is_leader:
+            tracked = tracker_listener(trackers, out, run.folder, run.config, progress.say)
+            listeners.append(opened.enter_context(tracked))
 
         def listen(record: Record) -> None:
             for listener in listeners:
@@ -208,14 +318,16 @@ def _finish(
     to: Format,
     target: str,
     started: RunStart,
+    vllm_flags: Sequence[str],
 ) -> TrainReport:
     """Export the best weights, verify them in vLLM, and write the model card and the record."""
     data = inputs.data
     write_best(run, folder, to, target)
     with Progress("train") as progress:
         progress.say(f"wrote the drafter to {folder}; serving it on held-out prompts in vLLM")
-    served = serve_held_out(run, inputs.target, folder)
+    served = serve_held_out(run, inputs.target, folder, vllm_flags)
     records = list(read_log(run.folder))
+    curves = curves_of(records)
     models = {"target": data.job.target_fingerprint, "drafter": fingerprint(folder)}
     report = TrainReport(
         target=data.job.target,
@@ -226,12 +338,20 @@ def _finish(
         data_hash=inputs.corpus.content_hash,
         response_tokens=data.response_tokens,
         config=run.config,
-        validation=curves_of(records).best,
+        validation=curves.best,
         served=served,
         target_fingerprint=data.job.target_fingerprint,
         template_hash=data.job.template_hash,
         thinking=data.job.thinking,
         provenance=Provenance.of_this_run(models, started),
+        budget=Budget.read(run.folder),
+        outlook=outlook(
+            curves.validations,
+            [record.loss for record in curves.steps],
+            run.config.passes * status.step / run.steps,  # fewer if --patience ended it
+            run.blocks_per_step,
+            answer_positions(inputs.corpus),
+        ),
     )
     corpus = inputs.corpus
     prompts = (corpus.samples[index].prompt for index in corpus.split.train)

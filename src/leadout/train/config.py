@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from leadout.errors import LeadoutError
 from leadout.settings import Settings, setting
+
+DEFAULT_EPOCHS = 6.0
 
 
 class TrainError(LeadoutError):
@@ -51,6 +55,14 @@ class TrainConfig(Settings):
         panel="Drafter",
     )
 
+    window: int | None = setting(
+        None,
+        "Sliding window of the draft layers in tokens, which are then causal within a block. "
+        "[default: they see the whole context]",
+        panel="Drafter",
+        ge=1,
+    )
+
     distillation: float = setting(
         0.5,
         "Weight of the target's distribution in the labels; the rest is on the target's token.",
@@ -85,8 +97,18 @@ class TrainConfig(Settings):
         2048, "Maximum sequence length in tokens; longer samples are cut.", panel="Data", ge=8
     )
     anchors: int = setting(64, "Draft blocks per sequence and step.", panel="Data", ge=1)
+    anchors_per_token: float | None = setting(
+        None,
+        "Draft blocks per answer token and step, from 8 to 512 per sequence, instead of --anchors.",
+        panel="Data",
+        gt=0,
+        le=1,
+    )
     validation_sequences: int = setting(
-        96, "Greedy samples held out for validation, over all sources.", panel="Data", ge=1
+        96,
+        "Samples held out for validation, over all sources; greedy ones where a source has them.",
+        panel="Data",
+        ge=1,
     )
 
     optimizer: Literal["muon", "adamw"] = setting(
@@ -101,19 +123,66 @@ class TrainConfig(Settings):
     batch_sequences: int = setting(
         64, "Sequences per step, over all processes.", panel="Optimizer", ge=1
     )
-    epochs: float = setting(6.0, "Passes over the data.", panel="Optimizer", gt=0)
+    epochs: float | None = setting(
+        None,
+        f"Passes over the data. [default: {DEFAULT_EPOCHS:g}, or what --minutes or --tokens allow]",
+        panel="Optimizer",
+        gt=0,
+    )
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "Precision of matrix products; master weights are float32.", panel="Optimizer"
     )
 
-    micro_tokens: int = setting(
-        16384, "Maximum tokens per forward pass; lower it if memory is short.", panel="Run", ge=1
+    minutes: float | None = setting(
+        None,
+        "Training time in minutes, validations included: chooses steps, batch, anchors and layers "
+        "from a few timed steps, unless they are given.",
+        panel="Budget",
+        gt=0,
     )
-    states: Literal["auto", "compute", "disk"] = setting(
+    tokens: int | None = setting(
+        None,
+        "Answer tokens to train on, repetitions included; instead of --minutes or --epochs.",
+        panel="Budget",
+        ge=1,
+    )
+
+    micro_tokens: int | None = setting(
+        None,
+        "Maximum tokens per forward pass; lower it if memory is short. [default: 2560 on CPUs, "
+        "16384 on GPUs]",
+        panel="Run",
+        ge=1,
+    )
+    recompute: bool = setting(
+        False,
+        "Compute draft layers again in the backward pass instead of keeping their activations: "
+        "less memory, more time.",
+        panel="Run",
+    )
+    attention: Literal["auto", "dense", "flex"] = setting(
+        "auto",
+        "Attention of the draft layers: plain tensor operations, or compiled flex attention, "
+        "which needs CUDA (auto: flex on CUDA).",
+        panel="Run",
+    )
+    packing: bool | None = setting(
+        None,
+        "Join the sequences of a pass into one row instead of padding them. [default: with flex "
+        "attention, unless --compile]",
+        panel="Run",
+    )
+    states: Literal["auto", "compute", "disk", "served"] = setting(
         "auto",
         "Target hidden states: computed in every step, or once and kept on disk (auto: with "
-        "more than one epoch).",
+        "more than one epoch), or by a vLLM server that is started for it (served).",
         panel="Run",
+    )
+    states_from: tuple[str, ...] = setting(
+        (),
+        "URL of a server of `leadout serve --states` that computes the states; repeatable.",
+        panel="Run",
+        metavar="URL",
     )
     validate_every: int = setting(100, "Steps between validations.", panel="Run", ge=1)
     save_every: int = setting(50, "Steps between checkpoints.", panel="Run", ge=1)
@@ -123,4 +192,20 @@ class TrainConfig(Settings):
     compile: bool = setting(
         False, "Compile the drafter; pads every sequence to --max-length.", panel="Run"
     )
+    sharded: bool = setting(
+        False,
+        "With several processes, shard weights, gradients and optimizer state over them (FSDP2).",
+        panel="Run",
+    )
     seed: int = setting(0, "Seed of anchors, sample order and initial weights.", panel="Run")
+
+    @property
+    def passes(self) -> float:
+        """Passes over the data."""
+        return DEFAULT_EPOCHS if self.epochs is None else self.epochs
+
+    @model_validator(mode="after")
+    def _require_one_budget(self) -> Self:
+        if self.minutes is not None and self.tokens is not None:
+            raise ValueError("--minutes and --tokens are two budgets; give one of them.")
+        return self

@@ -16,19 +16,19 @@ from pydantic import BaseModel, ConfigDict
 from leadout.checkpoints import Format, load_drafter, write_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.data.prompt_record import PromptRecord
-from leadout.dflash.target import Target
 from leadout.engine.offline import SessionRequest, run_session
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.evaluate.acceptance import Validation, accepted_drafts, along_decoding, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
-from leadout.evaluate.hidden_states import ComputedStates, load_model
+from leadout.evaluate.reference import reference_device, reference_target
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.files import replacing, write_text
 from leadout.models import hub_name, last_part
 from leadout.provenance import Provenance
+from leadout.train.budget import Budget, Outlook
 from leadout.train.config import TrainConfig
 from leadout.train.progress import Curves, Record, curves_of
-from leadout.train.run import Run, evenly_spaced
+from leadout.train.run import Corpus, Run, evenly_spaced
 from leadout.train.state import load_best
 
 CARD = "README.md"
@@ -83,36 +83,57 @@ class TrainReport(BaseModel):
     template_hash: str | None = None
     thinking: bool | None = None
     provenance: Provenance | None = None
+    budget: Budget | None = None  # of --minutes or --tokens
+    outlook: Outlook | None = None
 
     def text(self) -> str:
         by_source = ", ".join(
             f"{name} {found.acceptance_length:.2f}"
             for name, found in self.validation.by_source.items()
         )
+        ahead = "" if self.outlook is None else f"\n{self.outlook.text()}"
         return (
             f"{self.drafter}: drafter for {self.target}, trained for {self.minutes:.0f} minutes, "
             f"best at step {self.best_step} of {self.steps}\n"
             f"held-out acceptance length {self.validation.overall.acceptance_length:.3f} tokens "
             f"per step ({by_source})\n"
             f"served by vLLM {self.served.served:.3f}, predicted for the same texts "
-            f"{self.served.predicted:.3f} ({self.served.difference:.1%} difference)"
+            f"{self.served.predicted:.3f} ({self.served.difference:.1%} difference){ahead}"
         )
 
 
-def serve_held_out(run: Run, target: Path, drafter: Path) -> ServedAcceptance:
+def serve_held_out(
+    run: Run, target: Path, drafter: Path, vllm_flags: Sequence[str] = ()
+) -> ServedAcceptance:
     """Compare on a short decode of held-out prompts, spread over the sources."""
-    chosen = evenly_spaced(run.corpus.split.validation, SERVED_PROMPTS)
-    prompts = [run.corpus.samples[index].prompt for index in chosen]
+    prompts, positions = _served_prompts(run.corpus), run.drafter_config.max_positions
     longest = max(len(prompt) for prompt in prompts)
-    length = min(longest + SERVED_TOKENS + run.config.block_size, run.drafter_config.max_positions)
+    length = min(longest + SERVED_TOKENS + run.config.block_size, positions)
     return compare_with_served(
         target,
         drafter,
         prompts,
-        max_tokens=min(SERVED_TOKENS, length - longest),
+        max_tokens=max(1, longest_served(run.corpus, positions) - longest),
         max_length=length,
         precision=getattr(torch, run.config.precision),
+        urls=run.config.states_from,
+        states_served=run.config.states == "served",
+        vllm_flags=vllm_flags,
     )
+
+
+def longest_served(corpus: Corpus, max_positions: int) -> int:
+    """The most tokens that a text of `serve_held_out` has.
+
+    A server of hidden states computes one more token, for which there must be a position.
+    """
+    longest = max(len(prompt) for prompt in _served_prompts(corpus))
+    return min(longest + SERVED_TOKENS, max_positions - 1)
+
+
+def _served_prompts(corpus: Corpus) -> list[list[int]]:
+    chosen = evenly_spaced(corpus.split.validation, SERVED_PROMPTS)
+    return [corpus.samples[index].prompt for index in chosen]
 
 
 def compare_with_served(
@@ -123,8 +144,15 @@ def compare_with_served(
     max_tokens: int,
     max_length: int,
     precision: torch.dtype,
+    urls: Sequence[str] = (),
+    states_served: bool = False,
+    vllm_flags: Sequence[str] = (),
 ) -> ServedAcceptance:
-    """Decode greedily in vLLM with the largest K, then predict for the same texts."""
+    """Decode greedily in vLLM with the largest K, then predict for the same texts.
+
+    The target's states for the prediction come from servers if there are `urls`, or from one that
+    is started here if they are to be served. Every engine gets `vllm_flags`.
+    """
     model = load_drafter(drafter, precision)
     size = model.config.block_size
     request = SessionRequest(
@@ -135,17 +163,29 @@ def compare_with_served(
         max_tokens=max_tokens,
         max_length=max_length,
         dtype=str(precision).removeprefix("torch."),
+        vllm_flags=list(vllm_flags),
     )
     (served,) = run_session(request).runs
     sequences = [
         TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
         for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))
     ]
-    weights = load_target_weights(TargetFiles(target), precision, torch.device("cpu"))
-    forward = BlockForward(model, weights.embedding)
+    device = reference_device(target, precision)  # the engine has ended and freed it
+    weights = load_target_weights(TargetFiles(target), precision, device)
+    forward = BlockForward(model.to(device), weights.embedding)
     taps = model.config.target_layer_ids
-    states = ComputedStates(lambda: Target(load_model(target, precision), taps))
-    drafts = accepted_drafts(forward, weights, states, list(enumerate(sequences)), size)
+    with reference_target(
+        target,
+        taps,
+        precision,
+        longest=max(len(sequence) for sequence in sequences),
+        device=device,
+        urls=urls,
+        served=states_served,
+        vllm_flags=vllm_flags,
+    ) as reference:
+        states = reference.source(taps)
+        drafts = accepted_drafts(forward, weights, states, list(enumerate(sequences)), size)
     return ServedAcceptance(
         prompts=len(prompts),
         max_tokens=max_tokens,
@@ -216,7 +256,7 @@ def _portable(report: TrainReport) -> TrainReport:
     changes = {
         "drafter": last_part(report.drafter),
         "target": hub_name(report.target) or last_part(report.target),
-        "config": report.config.model_copy(update={"initial": initial}),
+        "config": report.config.model_copy(update={"initial": initial, "states_from": ()}),
     }
     return report.model_copy(update=changes)
 

@@ -8,9 +8,9 @@ the target still generates them, as its output never depends on drafts.
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,43 +19,24 @@ from leadout.checkpoints import Checkpoint, load_weights, read_checkpoint, write
 from leadout.checkpoints.tensors import DRAFT_TO_TARGET
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.drafter import Drafter
-from leadout.dflash.target import UnsupportedTargetError
 from leadout.evaluate.target_weights import HEAD, TargetFiles, load_target_weights
-from leadout.pairing import read_target
+from leadout.pairing import TargetSizes, read_sizes, read_target, require_trainable, shape_for
+from leadout.pairing.target import decoder_section, read_any_config
+from leadout.pairing.trainable import drafter_rope
 from leadout.train.config import TrainError
 
 # At a norm of 1, a new drafter's random outputs would give an initial loss several times that of
 # a uniform guess.
 INITIAL_NORM = 0.25
-DEFAULT_TAPS = 5
-MIN_SPREAD_LAYERS = 5
-# The experts of a mixture are too small to size a dense MLP by: its width in hidden sizes.
-MOE_WIDTH = 3
 SMALL_TARGET_PARAMETERS = 1e9
+# Where the target's config omits them.
+DEFAULT_POSITIONS = 4096
+DEFAULT_EPSILON = 1e-6
 
 
-def default_layers(model_config: Any) -> int:
+def default_layers(target: TargetSizes) -> int:
     """Draft layers for a target: fewer for a small one, whose own step takes little time."""
-    return 2 if count_parameters(model_config) < SMALL_TARGET_PARAMETERS else 5
-
-
-def count_parameters(model_config: Any) -> int:
-    """The parameters of a model before quantization, without allocating them."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM  # transformers does not annotate from_config
-    with torch.device("meta"):
-        model: nn.Module = auto.from_config(model_config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def spread_layer_ids(target_layers: int, taps: int = DEFAULT_TAPS) -> tuple[int, ...]:
-    """Evenly spaced layers from the second to the third from last; fewer in a shallow target."""
-    if target_layers < MIN_SPREAD_LAYERS:
-        return tuple(range(target_layers))[-taps:]
-    if taps == 1:
-        return (target_layers // 2,)
-    return tuple(sorted({round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)}))
+    return 2 if target.parameters < SMALL_TARGET_PARAMETERS else 5
 
 
 def choose_mask_token(
@@ -83,34 +64,37 @@ def choose_mask_token(
 
 def new_config(
     target: Path,
-    model_config: Any,
     *,
     layers: int,
     block_size: int,
     target_layer_ids: Sequence[int],
     mask_token_id: int,
+    window: int | None = None,
 ) -> DrafterConfig:
-    """A drafter with the target's own sizes, all layers bidirectional over the whole context."""
-    facts = read_target(target)
-    text = model_config.get_text_config()
-    if facts.rope is None:
-        raise UnsupportedTargetError(
-            f"{target}: this architecture is not supported as a target: it has no rotary "
-            "position embedding that a drafter could share."
-        )
-    heads = text.num_attention_heads
-    is_mixture = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
-    width = MOE_WIDTH * text.hidden_size if is_mixture else text.intermediate_size
+    """A drafter of a shape that suits the target, all layers bidirectional over the whole context.
+
+    Layers with a window are causal: the form of published drafters, which vLLM reads. Only
+    config.json is read, so this works for targets that transformers cannot load.
+    """
+    require_trainable(target)
+    config, facts, shape = (
+        read_any_config(target),
+        read_target(target),
+        shape_for(read_sizes(target)),
+    )
+    rope = drafter_rope(config, str(target))
+    assert rope is not None  # else the target would not be trainable
+    epsilon = decoder_section(config)[0].get("rms_norm_eps")
     return DrafterConfig(
         hidden_size=facts.hidden_size,
-        intermediate_size=width,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        layers=(LayerAttention(),) * layers,
-        rope=facts.rope,
-        max_positions=facts.max_positions or 4096,
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        intermediate_size=shape.mlp_width,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        layers=(LayerAttention(window, causal=window is not None),) * layers,
+        rope=rope,
+        max_positions=facts.max_positions or DEFAULT_POSITIONS,
+        rms_norm_eps=epsilon if isinstance(epsilon, float) else DEFAULT_EPSILON,
         target_layer_ids=tuple(target_layer_ids),
         target_num_layers=facts.num_layers,
         vocab_size=facts.vocab_size,
@@ -163,7 +147,10 @@ def reduce_draft_vocab(
             f"{source} already has its own output head ({config.head_rows} rows). Use the drafter "
             "that it was made from, which uses the target's head."
         )
-    counts = token_counts(answers, config.vocab_size)
+    counted = TokenCounts(config.vocab_size)
+    for answer in answers:
+        counted.add(answer)
+    counts = counted.total()
     seen = int((counts > 0).sum())
     if not 0 < size < config.vocab_size or size > seen:
         raise TrainError(
@@ -188,9 +175,32 @@ def reduce_draft_vocab(
     return read_checkpoint(destination), float(counts[rows].sum() / counts.sum())
 
 
-def token_counts(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
-    """How often each token occurs, [vocab]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for answer in answers:
-        counts += torch.bincount(torch.tensor(answer), minlength=vocab_size)
-    return counts
+class TokenCounts:
+    """How often each token occurs in answers; counted in large pieces, for large vocabularies."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._counts = torch.zeros(vocab_size, dtype=torch.int64)
+        self._waiting = array("q")
+
+    def add(self, tokens: Sequence[int]) -> None:
+        largest = max(tokens, default=0)
+        if largest >= len(self._counts):
+            raise TrainError(
+                f"The data has the token id {largest}, but the target has {len(self._counts)} "
+                "tokens. Use data that was made with this target."
+            )
+        self._waiting.extend(tokens)
+        if len(self._waiting) >= len(self._counts):
+            self.total()
+
+    def remove(self, tokens: Sequence[int]) -> None:
+        removed = torch.tensor(tokens, dtype=torch.int64)
+        self._counts -= torch.bincount(removed, minlength=len(self._counts))
+
+    def total(self) -> Tensor:
+        """[vocab]"""
+        if self._waiting:
+            tokens = torch.tensor(self._waiting)
+            self._counts += torch.bincount(tokens, minlength=len(self._counts))
+            self._waiting = array("q")
+        return self._counts

@@ -11,7 +11,8 @@ passes.
 
 `loss_of_slots` never holds more than a chunk of logits. The output head is frozen, so the gradient
 with respect to the hidden states can be computed in the forward pass, chunk by chunk, and the
-logits are dropped.
+logits are dropped. Blocks overlap, so one position has a slot in several blocks. Slots are taken
+in the order of their positions: the target's distribution is computed once for each.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from leadout.dflash.config import LogitScaling
+from leadout.evaluate.target_weights import slots_per_chunk
 from leadout.train.config import TrainConfig
-
-# Slots whose logits are held at once; on CPUs as many as fit into the cache.
-CHUNK_SLOTS = {"cpu": 256, "cuda": 8192}
 
 
 class Slots(NamedTuple):
@@ -33,16 +33,24 @@ class Slots(NamedTuple):
 
     labels: Tensor  # indices into the rows of the head
     counted: Tensor  # True for supervised slots
-    teacher: Tensor | None  # [blocks, B-1, H]: the target's final state before each label
+    teacher: Tensor | None  # [positions, H]: the target's final states
+    teacher_at: Tensor  # [blocks, B-1]: the state before each label, an index into `teacher`
+
+
+class Head(NamedTuple):
+    """The target's output head, which both models share, and what each does to its scores."""
+
+    rows: Tensor  # [vocab rows, H], frozen
+    target: LogitScaling = LogitScaling()
+    draft: LogitScaling = LogitScaling()
 
 
 def loss_of_slots(
-    hidden: Tensor, slots: Slots, head: Tensor, config: TrainConfig, denominator: float
+    hidden: Tensor, slots: Slots, head: Head, config: TrainConfig, denominator: float
 ) -> tuple[Tensor, Tensor]:
     """The loss of hidden states [blocks, B-1, H], and which supervised slots predict the label.
 
-    `head` [vocab rows, H] is frozen. The loss is a scalar, already divided by the denominator; the
-    hits are [blocks, B-1].
+    The loss is a scalar, already divided by the denominator; the hits are [blocks, B-1].
     """
     loss, hits = _ChunkedLoss.apply(hidden, slots, head, config, denominator)  # type: ignore[no-untyped-call]
     return loss, hits
@@ -71,40 +79,47 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         slots: Slots,
-        head: Tensor,
+        head: Head,
         config: TrainConfig,
         denominator: float,
     ) -> tuple[Tensor, Tensor]:
-        blocks, per_block, _ = hidden.shape
-        step = max(1, CHUNK_SLOTS.get(hidden.device.type, 2048) // per_block)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        gradient = torch.empty_like(hidden)
-        hits = torch.empty_like(slots.counted)
-        for start in range(0, blocks, step):
-            part = slice(start, start + step)
-            teacher = None if slots.teacher is None else slots.teacher[part]
-            chunk = Slots(slots.labels[part], slots.counted[part], teacher)
-            log_probs = F.log_softmax(_logits(hidden[part], head), dim=-1, dtype=torch.float32)
-            at_label = log_probs.gather(-1, chunk.labels[..., None])  # [blocks, B-1, 1]
-            weights = position_weights(-at_label[..., 0], chunk.counted, config) / denominator
-            hits[part] = (at_label[..., 0] >= log_probs.amax(-1)) & chunk.counted
-            share = config.distillation
-            entropy = -(1 - share) * at_label[..., 0]
-            teacher_probs = _teacher_probabilities(chunk, head, share)
-            if teacher_probs is not None:
-                entropy -= share * torch.linalg.vecdot(teacher_probs, log_probs)
-            total += (entropy * weights).sum()
+        share, counted = config.distillation, slots.counted
+        if share > 0 and slots.teacher is None:
+            raise ValueError(f"distillation {share} requires the target's final states")
+        states, labels, positions = hidden.flatten(0, 1), slots.labels.flatten(), slots.teacher_at
+        label_entropy = torch.zeros(len(states), dtype=torch.float32, device=hidden.device)
+        entropy = torch.zeros_like(label_entropy)  # of the mixture
+        hits = torch.zeros_like(labels, dtype=torch.bool)
+        gradient = torch.zeros_like(states)  # of the entropy, by slot; weighted at the end
+        supervised = counted.flatten().nonzero()[:, 0]
+        positions = positions.flatten()[supervised]
+        order = positions.argsort(stable=True)
+        for chosen in torch.split(order, slots_per_chunk(head.rows)):
+            part, label = supervised[chosen], labels[supervised[chosen]][:, None]  # [slots, 1]
+            logits = head.draft.apply(_scores(states[part], head.rows))
+            log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)  # [slots, vocab rows]
+            at_label = log_probs.gather(1, label)  # [slots, 1]
+            label_entropy[part] = -at_label[:, 0]
+            hits[part] = at_label[:, 0] >= log_probs.amax(-1)
+            mixed = -(1 - share) * at_label[:, 0]
+            teacher = None
+            if share > 0 and slots.teacher is not None:
+                teacher = _probabilities(slots.teacher, positions[chosen], head)
+                mixed -= share * torch.linalg.vecdot(teacher, log_probs)
+            entropy[part] = mixed
             logit_gradient = log_probs.exp_()  # becomes probabilities - mixture, in place
-            if teacher_probs is not None:
-                logit_gradient.sub_(teacher_probs, alpha=share)
-            logit_gradient.scatter_add_(
-                -1, chunk.labels[..., None], torch.full_like(at_label, share - 1)
-            )
-            logit_gradient.mul_(weights[..., None])
-            gradient[part] = logit_gradient.to(head.dtype) @ head
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(hits)
-        return total, hits
+            if teacher is not None:
+                logit_gradient.sub_(teacher, alpha=share)
+            logit_gradient.scatter_add_(1, label, torch.full_like(at_label, share - 1))
+            if head.draft.softcap is not None:  # the derivative of the cap
+                logit_gradient.mul_(1 - (logits / head.draft.softcap).float().square())
+            gradient[part] = logit_gradient.to(head.rows.dtype) @ head.rows
+        weights = position_weights(label_entropy.view_as(counted), counted, config) / denominator
+        scaled = weights[..., None] * head.draft.multiplier
+        ctx.save_for_backward((gradient.view_as(hidden) * scaled).to(hidden.dtype))
+        shaped_hits = hits.view_as(counted)
+        ctx.mark_non_differentiable(shaped_hits)
+        return (entropy.view_as(weights) * weights).sum(), shaped_hits
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,15 +127,16 @@ class _ChunkedLoss(torch.autograd.Function):
         return gradient * upstream[0], None, None, None, None
 
 
-def _teacher_probabilities(slots: Slots, head: Tensor, share: float) -> Tensor | None:
-    """The target's distribution at each slot, [blocks, B-1, vocab rows]; None if share is 0."""
-    if share == 0:
-        return None
-    if slots.teacher is None:
-        raise ValueError(f"distillation {share} requires the target's final states")
+def _probabilities(states: Tensor, positions: Tensor, head: Head) -> Tensor:
+    """The target's distribution [slots, vocab rows] at ascending positions [slots] of its states.
+
+    Computed once for each position.
+    """
+    different, place = torch.unique_consecutive(positions, return_inverse=True)
     with torch.no_grad():
-        return torch.softmax(_logits(slots.teacher, head), dim=-1, dtype=torch.float32)
+        logits = head.target.apply(_scores(states[different], head.rows))
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)[place]
 
 
-def _logits(hidden: Tensor, head: Tensor) -> Tensor:
-    return F.linear(hidden.to(head.dtype), head)
+def _scores(hidden: Tensor, rows: Tensor) -> Tensor:
+    return F.linear(hidden.to(rows.dtype), rows)

@@ -1,20 +1,18 @@
-"""What a run reports while it trains: its log, progress on the terminal, TensorBoard events."""
+"""What a run reports while it trains: its log, and progress on the terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from leadout.console import Progress
 from leadout.evaluate.acceptance import Validation
 from leadout.evaluate.hidden_states import StatesOnDisk
-from leadout.files import write_text
+from leadout.files import first_problem, read_lines, write_text
 from leadout.train.config import TrainError
 from leadout.train.state import read_status
 
@@ -67,10 +65,17 @@ class Log:
 
 def read_log(folder: Path) -> Iterator[Record]:
     """All complete records; a kill may leave half a line at the end."""
-    with (folder / LOG).open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield _RECORD.validate_json(line)
+    path = folder / LOG
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            yield _RECORD.validate_json(line)
+        except ValidationError as problem:
+            raise TrainError(
+                f"{path}, line {number}: {first_problem(problem, 'line')}; expected a record that "
+                "`leadout train` wrote. Remove the line, or start another run."
+            ) from None
 
 
 class Curves(NamedTuple):
@@ -132,35 +137,3 @@ def progress_listener(progress: Progress, run: Run) -> Listener:
 
 def _acceptance(record: ValidationRecord) -> float:
     return record.validation.overall.acceptance_length
-
-
-def require_tensorboard() -> None:
-    if find_spec("tensorboard") is None:
-        raise TrainError(
-            "--tensorboard requires the package tensorboard: pip install tensorboard, or omit the "
-            "flag; log.jsonl has the same numbers."
-        )
-
-
-@contextmanager
-def tensorboard_listener(folder: Path) -> Iterator[Listener]:
-    """Writes scalars beside the run's log."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def listen(record: Record) -> None:
-        if isinstance(record, StepRecord):
-            names = ("loss", "drafts_hit", "learning_rate")
-            scalars = {f"train/{name}": getattr(record, name) for name in names}
-        else:
-            scalars = {"validation/acceptance_length": _acceptance(record)}
-            for source, each in record.validation.by_source.items():
-                scalars[f"validation/{source}"] = each.acceptance_length
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, record.step)
-
-    try:
-        yield listen
-    finally:
-        writer.close()  # without it the last records would be lost

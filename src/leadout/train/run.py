@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,24 +26,31 @@ from leadout.evaluate.hidden_states import (
     Indexed,
     StatesOnDisk,
     StateSource,
+    announce,
     load_model,
 )
-from leadout.evaluate.ranks import Ranks
+from leadout.evaluate.ranks import Ranks, empty_device_cache
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
+from leadout.files import MissingFileError, read_object
+from leadout.leftovers import remove_abandoned
 from leadout.models import fingerprint
+from leadout.pairing import read_sizes
+from leadout.pairing.target import spread_layer_ids
 from leadout.shards import Samples
 from leadout.train.config import TrainConfig, TrainError
+from leadout.train.gradient import Gradient, blocks_per_sequence, uses_flex
 from leadout.train.init import (
+    TokenCounts,
     choose_mask_token,
     default_layers,
     new_config,
     new_drafter,
-    spread_layer_ids,
     trained_drafter,
 )
-from leadout.train.loop import Gradient, Loop, total_steps
+from leadout.train.loop import Loop, total_steps
 from leadout.train.progress import Listener
-from leadout.train.state import MasterWeights, RunStatus
+from leadout.train.sharding import gathered, shard
+from leadout.train.state import MasterWeights, RunStatus, remove_stale_parts
 
 _Item = TypeVar("_Item")
 WORK = "run"  # the part of the output folder that a run needs to continue
@@ -61,12 +67,13 @@ class Corpus:
     samples: Samples
     split: Split
     lengths: list[int]  # of every sample, cut to the maximum length
+    answers: list[int]  # the part of each length that is the answer
     token_counts: Tensor  # [vocab] how often each token occurs in training answers
     content_hash: str
 
 
 def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size: int) -> Corpus:
-    """Read all samples once; they must be answers of this target."""
+    """Read and parse all samples once; they must be answers of this target."""
     expected, answered_by = fingerprint(target), data.job.target_fingerprint
     if answered_by != expected:
         raise TrainError(
@@ -74,36 +81,47 @@ def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size:
             f"{answered_by[:12]}), not of {target} ({expected[:12]}). A drafter learns from its "
             "own target's answers: run `leadout data` with this target."
         )
-    samples = data.samples()
-    parts = split(samples, config.max_length, config.validation_sequences)
+    counted = TokenCounts(vocab_size)
+    samples = data.samples(lambda sample: counted.add(sample.response))
+    parts = split(samples.facts, config.max_length, config.validation_sequences)
     if not parts.train or not parts.validation:
         raise TrainError(
             f"--data {data.folder} has {len(parts.train)} samples to train on and "
-            f"{len(parts.validation)} greedy ones to hold out; at least 1 of each is required. "
-            "Generate more data, with a --greedy-share above 0."
+            f"{len(parts.validation)} to hold out; at least 1 of each is required. Generate more "
+            "data."
         )
-    held_out = [samples[index] for index in parts.validation]
+    held_out = [samples.facts[index] for index in parts.validation]
     if not any(
-        min(len(each.response), config.max_length - len(each.prompt)) >= config.block_size
+        min(each.response_length, config.max_length - each.prompt_length) >= config.block_size
         for each in held_out
     ):  # acceptance can only be measured on whole blocks
         raise TrainError(
             f"--block-size {config.block_size} is too large: none of the {len(held_out)} held-out "
             f"answers has that many tokens within --max-length {config.max_length}."
         )
-    return make_corpus(samples, parts, config.max_length, vocab_size, data.content_hash())
+    training = set(parts.train)
+    for index in range(len(samples)):
+        if index not in training:  # few
+            counted.remove(samples[index].response)
+    return _corpus(samples, parts, config.max_length, counted, data.content_hash())
 
 
 def make_corpus(
     samples: Samples, parts: Split, max_length: int, vocab_size: int, content_hash: str
 ) -> Corpus:
-    training = set(parts.train)
-    lengths, counts = [], torch.zeros(vocab_size, dtype=torch.int64)
-    for index, sample in enumerate(samples):
-        lengths.append(min(len(sample.prompt) + len(sample.response), max_length))
-        if index in training:
-            counts += torch.bincount(torch.tensor(sample.response), minlength=vocab_size)
-    return Corpus(samples, parts, lengths, counts, content_hash)
+    counted = TokenCounts(vocab_size)
+    for index in sorted(set(parts.train)):
+        counted.add(samples[index].response)
+    return _corpus(samples, parts, max_length, counted, content_hash)
+
+
+def _corpus(
+    samples: Samples, parts: Split, max_length: int, counted: TokenCounts, content_hash: str
+) -> Corpus:
+    facts = samples.facts
+    lengths = [min(each.prompt_length + each.response_length, max_length) for each in facts]
+    answers = [max(0, n - each.prompt_length) for n, each in zip(lengths, facts, strict=True)]
+    return Corpus(samples, parts, lengths, answers, counted.total(), content_hash)
 
 
 def evenly_spaced(items: Sequence[_Item], count: int) -> list[_Item]:
@@ -116,15 +134,14 @@ def complete_settings(
     config: TrainConfig, target: Path, corpus: Corpus, vocab_size: int
 ) -> TrainConfig:
     """Fill in the settings that are chosen from target and data."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    model_config = AutoConfig.from_pretrained(target)
-    text = model_config.get_text_config()
+    sizes = read_sizes(target)
     changes: dict[str, Any] = {}
     if config.layers is None:
-        changes["layers"] = default_layers(model_config)
+        changes["layers"] = default_layers(sizes)
     if config.target_layer_ids is None:
-        changes["target_layer_ids"] = spread_layer_ids(text.num_hidden_layers)
+        changes["target_layer_ids"] = spread_layer_ids(sizes.num_layers)
     if config.mask_token_id is None:
         tokenizer = AutoTokenizer.from_pretrained(target)
         ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
@@ -140,18 +157,20 @@ def complete_settings(
         )
     if config.states == "auto":
         taps = len(changes.get("target_layer_ids") or config.target_layer_ids or ())
-        size = sum(corpus.lengths) * (taps + 1) * text.hidden_size * 2
-        on_disk = config.epochs > 1 and size <= MAX_STATE_BYTES
+        size = sum(corpus.lengths) * (taps + 1) * sizes.hidden_size * 2
+        on_disk = config.passes > 1 and size <= MAX_STATE_BYTES
         changes["states"] = "disk" if on_disk else "compute"
     return config.model_copy(update=changes)
 
 
 def _stop_tokens(target: Path) -> set[int]:
     """The tokens that end a text by the target's generation config, if it has one."""
-    path = target / "generation_config.json"
-    found: Any = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    try:
+        found = read_object(target / "generation_config.json").get("eos_token_id")
+    except MissingFileError:
+        return set()
     every = found if isinstance(found, list) else [found]
-    return {token for token in every if token is not None}
+    return {token for token in every if isinstance(token, int)}
 
 
 class Run:
@@ -165,13 +184,20 @@ class Run:
         out: Path,
         ranks: Ranks,
         shape: DrafterConfig | None = None,
+        states: StateSource | None = None,
     ) -> None:
-        """`config` must be complete. `shape` replaces the default shape of a new drafter."""
-        from transformers import AutoConfig
+        """`config` must be complete. `shape` replaces the default shape of a new drafter.
 
+        `states` are the target's hidden states from servers; by default they are computed here.
+        """
         assert config.layers is not None
         assert config.target_layer_ids is not None
         assert config.mask_token_id is not None
+        if config.compile and config.packing:
+            raise TrainError(
+                "--compile cannot be combined with --packing: packed passes differ in shape, and "
+                "each shape would be compiled anew. Omit one of them."
+            )
         self.config = config
         self.corpus = corpus
         self.ranks = ranks
@@ -179,27 +205,38 @@ class Run:
         precision: torch.dtype = getattr(torch, config.precision)
         self.drafter_config = shape or new_config(
             target,
-            AutoConfig.from_pretrained(target),
             layers=config.layers,
             block_size=config.block_size,
             target_layer_ids=config.target_layer_ids,
             mask_token_id=config.mask_token_id,
+            window=config.window,
         )
         if config.initial == "random":
             self.drafter = new_drafter(self.drafter_config, config.seed)
         else:
             self.drafter = trained_drafter(self.drafter_config, Path(config.initial))
-        self.drafter.to(ranks.device)
-        self.weights = MasterWeights(self.drafter, precision)
         self.target_weights = load_target_weights(TargetFiles(target), precision, ranks.device)
-        self._forward = BlockForward(self.drafter, self.target_weights.embedding)
-        compiled = torch.compile(self._forward, dynamic=False) if config.compile else self._forward
+        self.drafter.recompute = config.recompute
+        flex = uses_flex(config, ranks.device)
+        forward = BlockForward(self.drafter, self.target_weights.embedding, flex=flex)
+        sharded = config.sharded and ranks.count > 1
+        if sharded:
+            if config.compile:
+                raise TrainError("--compile cannot be combined with --sharded. Omit one of them.")
+            shard(forward, precision, ranks)
+            self._forward = forward  # sharded weights are gathered by this module only
+        else:
+            self.drafter.to(ranks.device)
+            self._forward = BlockForward(self.drafter, self.target_weights.embedding)
+        self.weights = MasterWeights(self.drafter, precision, sharded=sharded)
+        compiled = torch.compile(forward, dynamic=False) if config.compile else forward
         taps = self.drafter_config.target_layer_ids
-        computed = ComputedStates(
+        self.target_in_process = states is None
+        computed = states or ComputedStates(
             lambda: Target(load_model(target, precision).to(ranks.device), taps)
         )
         self.source: StateSource = computed
-        if config.states != "compute":
+        if config.states == "disk":
             self.source = StatesOnDisk(
                 self.folder / STATES,
                 computed,
@@ -213,16 +250,45 @@ class Run:
         if count is not None and count < len(counts):
             frequent = counts.topk(count).indices.to(ranks.device)
         self.gradient = Gradient(
-            compiled, self.weights, self.target_weights, self.source, config, frequent
+            compiled,
+            self.weights,
+            self.target_weights,
+            self.source,
+            config,
+            frequent,
+            self.drafter_config.logit_scaling,
+            count_passes=ranks.max if sharded else int,
+            spare=lambda: self.fetch(corpus.split.train[0]),
         )
+        answers = [corpus.answers[index] for index in corpus.split.train]
+        self.blocks_per_step = config.batch_sequences * blocks_per_sequence(answers, config)
         self.steps = total_steps(len(corpus.split.train), config)
 
     def train(self, listen: Listener) -> RunStatus:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.ranks.is_leader:
-            for path in self.folder.glob(".*.safetensors.*.partial"):  # of a killed run
-                path.unlink()
+            remove_abandoned(self.folder)
+            remove_stale_parts(self.folder)
+        self.ranks.barrier()  # no rank writes before that
         return Loop(self, listen).train()
+
+    def require_room(self) -> None:
+        """Refuse states on a disk that cannot hold them; not for runs that only time steps."""
+        if isinstance(self.source, StatesOnDisk):
+            self.source.require_room()
+
+    def release(self) -> None:
+        """Free the device; afterwards only the settings, the data and the files can be used.
+
+        An engine that starts next claims most of the device at once.
+        """
+        if isinstance(self.source, StatesOnDisk):
+            self.source.close()
+        del self.drafter, self.weights, self.target_weights, self.source, self.gradient
+        del self._forward
+        if self.config.compile:
+            torch.compiler.reset()  # its caches refer to the compiled modules
+        empty_device_cache()
 
     def fetch(self, index: int) -> Indexed:
         return index, to_sequence(self.corpus.samples[index], self.config.max_length)
@@ -237,6 +303,8 @@ class Run:
         size = self.config.block_size
 
         def accepted(part: Sequence[Indexed]) -> list[AcceptedDrafts]:
-            return accepted_drafts(self._forward, self.target_weights, self.source, part, size)
+            announce(self.source, part)
+            with gathered(self._forward):
+                return accepted_drafts(self._forward, self.target_weights, self.source, part, size)
 
         return summarise(accepted_drafts_over_ranks(self.ranks, sequences, accepted, size), size)

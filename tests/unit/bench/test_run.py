@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 from sample_rounds import BARE, drifting_rate, measured
 from sample_rounds import setup as sample_setup
@@ -68,6 +70,22 @@ def test_a_measured_bench_is_summarized_without_a_server(
     result = bench(given, Progress.silent())
     assert {round(cell.speedup or 0, 4) for cell in result.cells if cell.arm == "fixed"} == {1.5}
     assert plan(given).cells == 0
+
+
+def test_the_targets_revision_and_the_download_folder_are_those_of_the_flags(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None, str | None]] = []
+
+    def fake_download(name: str, **given: Any) -> str:
+        asked.append((name, given["revision"], given["cache_dir"]))
+        return str(pair[0] if name == "acme/target" else pair[1])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
+    flags = ("--revision", "v2", "--download-dir=/models")
+    names = {"target": "acme/target", "draft": ("acme/drafter",)}
+    prepare(settings(pair, tmp_path, server_flags=flags, **names))
+    assert asked == [("acme/target", "v2", "/models"), ("acme/drafter", None, "/models")]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from leadout.console import Progress
 from leadout.data.chat import Chat
 from leadout.dflash.config import DrafterConfig, LayerAttention, Rope
 from leadout.dflash.target import Target
-from leadout.evaluate.acceptance import AcceptanceTable, Gain
+from leadout.evaluate.acceptance import AcceptanceTable, Gain, TextAcceptance
 from leadout.evaluate.blocks import BlockForward
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.findings import Finding, Severity
@@ -118,6 +118,11 @@ def probe(target: Path, model: nn.Module, weights: dict[str, Tensor]) -> Probe:
     return Probe(target, model, texts, needed, torch.float32)
 
 
+@pytest.fixture(scope="module")
+def healthy(probe: Probe, weights: dict[str, Tensor]) -> list[TextAcceptance]:
+    return probe.acceptance(drafter_of(TRAINED, weights))
+
+
 def trials_of(probe: Probe, config: DrafterConfig, weights: Weights) -> list[Trial]:
     info = TargetInfo(LAYERS, TRAINED.rope, MASK_CANDIDATES, probe.longest)
     before = probe.acceptance(drafter_of(config, weights))
@@ -153,7 +158,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("cause", FAULTS)
 def test_a_seeded_fault_is_named_first_and_its_edit_undoes_it(
-    cause: str, probe: Probe, weights: dict[str, Tensor]
+    cause: str, probe: Probe, weights: dict[str, Tensor], healthy: list[TextAcceptance]
 ) -> None:
     fields, change = FAULTS[cause]
     faulty, damaged = replace(TRAINED, **fields), change(weights)  # type: ignore[arg-type]
@@ -165,7 +170,6 @@ def test_a_seeded_fault_is_named_first_and_its_edit_undoes_it(
     assert repair is not None
     repaired = damaged if repair.weights is None else repair.weights(damaged)
     counts = probe.acceptance(drafter_of(repair.config, repaired))
-    healthy = probe.acceptance(drafter_of(TRAINED, weights))
     for one, other in zip(counts, healthy, strict=True):
         assert torch.equal(one.at_positions, other.at_positions)
 
@@ -186,17 +190,18 @@ def test_the_last_tap_after_the_final_norm_is_named(
 
 
 def test_a_healthy_drafter_gets_no_finding(probe: Probe, weights: dict[str, Tensor]) -> None:
-    assert findings_of(trials_of(probe, TRAINED, weights)) == []
-    assert repair_of(trials_of(probe, TRAINED, weights)) is None
+    trials = trials_of(probe, TRAINED, weights)
+    assert findings_of(trials) == []
+    assert repair_of(trials) is None
 
 
 def test_all_drafts_of_the_drafters_own_text_are_accepted(
-    probe: Probe, weights: dict[str, Tensor]
+    healthy: list[TextAcceptance],
 ) -> None:
     drafts = TRAINED.max_draft_tokens
-    for text in probe.acceptance(drafter_of(TRAINED, weights)):
+    for text in healthy:
         assert text.at_steps[:7] == [drafts] * 7
-    table = offline_table(probe.acceptance(drafter_of(TRAINED, weights)), drafts)
+    table = offline_table(healthy, drafts)
     assert table.overall.length.value == pytest.approx(1 + drafts)
     assert list(table.by_context) == ["0 to 127"]
     lengths = [length.value for length in table.by_draft_tokens]

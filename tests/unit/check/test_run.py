@@ -69,7 +69,7 @@ def test_unusable_files_are_found_before_the_work(assessed: Assessed, tmp_path: 
         ({"report": tmp_path / "full" / "file" / "page.html"}, FileError, "--report"),
         ({"save": tmp_path}, FileError, "--save"),
         ({"fix": tmp_path / "full"}, CheckpointError, "a new or empty folder"),
-        ({"baseline": tmp_path / "none.json"}, FileError, "none.json"),
+        ({"baseline": tmp_path / "none.json"}, CheckError, "none.json"),
         ({"baseline": other}, CheckError, "owner/another"),
     ):
         with pytest.raises(error, match=text):

@@ -86,18 +86,19 @@ def test_a_real_gain_is_found_and_a_loss_is_not() -> None:
     assert [(each.name, each.severity) for each in large] == [("good", Severity.ERROR)]
 
 
-def test_variants_without_effect_are_rarely_findings() -> None:
+def test_variants_without_effect_are_rarely_findings(nightly: bool) -> None:
     # The best of 30 on the texts that chose it is "significant" nearly always.
     names = {f"v{i}": 0.0 for i in range(30)}
-    false = sum(bool(findings_of(measured(names, seed).trials())) for seed in range(100))
-    assert false <= 10  # expected: at most 5, since half of the rejections are losses
+    count = 100 if nightly else 30
+    false = sum(bool(findings_of(measured(names, seed).trials())) for seed in range(count))
+    assert false <= 0.1 * count  # expected: at most half of it; the other half are losses
 
     def naive(seed: int) -> bool:
         subject = measured(names, seed)
         gains = [subject(variant(name), range(TEXTS)) for name in names]
         return any(gain.p_value < 0.05 and gain.after > gain.before for gain in gains)
 
-    assert sum(map(naive, range(100))) > 30
+    assert sum(map(naive, range(count))) > 0.3 * count
 
 
 def test_what_was_only_screened_or_is_not_significant_is_no_finding() -> None:

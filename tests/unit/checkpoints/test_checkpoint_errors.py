@@ -18,8 +18,15 @@ from leadout.checkpoints import (
     load_drafter,
     load_weights,
     read_checkpoint,
+    write_checkpoint,
 )
-from support.drafters import edit_config, edit_weights, shard
+from support.drafters import (
+    MINI_REDUCED,
+    edit_config,
+    edit_weights,
+    random_weights,
+    shard,
+)
 
 GATE = "layers.1.mlp.gate_proj.weight"
 Damage = Callable[[dict[str, Tensor]], object]
@@ -147,6 +154,17 @@ def test_a_served_drafter_is_checked_where_leadout_knows_it(zlab_folder: Path) -
     edit_config(zlab_folder, lambda config: config.update(num_hidden_layers=2, hc_mult=4))
     with pytest.raises(UnsupportedCheckpointError, match="hyper-connections"):
         read_checkpoint(zlab_folder, as_served=True)
+
+
+def test_a_served_drafter_has_the_ids_of_its_draft_vocabulary(tmp_path: Path) -> None:
+    folder, weights = tmp_path / "drafter", random_weights(MINI_REDUCED)
+    write_checkpoint(folder, weights, MINI_REDUCED, "speculators", target_name="acme/target")
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    edit_config(folder, lambda config: config.update(quantized))
+    load_weights(read_checkpoint(folder, as_served=True))
+    edit_weights(folder, lambda weights: weights.pop("d2t"))
+    with pytest.raises(CheckpointError, match="d2t"):
+        read_checkpoint(folder, as_served=True)
 
 
 def test_the_prefix_of_other_tools_is_accepted_and_noted(zlab_folder: Path) -> None:

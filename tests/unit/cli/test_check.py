@@ -110,7 +110,6 @@ def test_written_files_and_the_next_step_are_named() -> None:
         ("--draft-tokens", "0"),
         ("--draft-tokens", "many"),
         ("--dtype", "int8"),
-        ("surplus",),
         ("--static", "--baseline", "old.json"),
         ("--static", "--fix", "new"),
         ("--static", "--tuned", "tuned.json"),

@@ -13,10 +13,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from leadout.cli.app import app
+from leadout.data.chat import Chat
 from leadout.data.manifest import DataFolder
 from leadout.shards import ShardWriter
 from leadout.version import installed_versions
 from support.fake_engine import FakeEngine, KilledError, starting
+from support.fake_vllm_server import FakeVllmServer
 from support.tiny_chat import write_tiny_chat_target
 
 ENGINE = "leadout.engine.offline.TextEngine"
@@ -51,8 +53,9 @@ class Command:
     def __call__(self, *flags: str, out: str = "data") -> Result:
         folder = str(self.out / out)
         words = ["data", str(self.target), "--prompts", str(self.asked), "--out", folder]
-        sizes = ["--max-new-tokens", "8", "--max-length", "200"]
-        return CliRunner().invoke(app, [*words, *sizes, *flags], env={"COLUMNS": "200"})
+        # Like Qwen3, the tiny target thinks, so it would be sampled only.
+        usual = ["--max-new-tokens", "8", "--max-length", "200", "--greedy-share", "0.5"]
+        return CliRunner().invoke(app, [*words, *usual, *flags], env={"COLUMNS": "200"})
 
     def samples(self, out: str = "data") -> list[Any]:
         return list(DataFolder(self.out / out).samples())
@@ -100,6 +103,9 @@ def test_the_summary_has_counts_skipped_conversations_and_the_next_step(
         "4",
     ]
     assert "Skipped 1 conversations" in ended.stdout
+    errors = command.out / "data" / "errors-1-of-1.jsonl"
+    assert f"Which ones, and why: {errors}" in ended.stdout
+    assert json.loads(errors.read_text())["id"] == "asked/3#0/0"
     assert f"Wrote 4 answers of tiny-target to {command.out / 'data'}." in ended.stdout
     assert f"Next: leadout train {command.target} --data {command.out / 'data'}" in ended.stdout
 
@@ -258,6 +264,70 @@ def test_progress_shows_tokens_per_second(
     assert "leadout data: starting vLLM" in ended.stderr
     assert "leadout data: answers 4/4" in ended.stderr
     assert "tokens/s" in ended.stderr
+
+
+def test_flags_after_two_dashes_reach_the_engine(
+    command: Command, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Any] = {}
+
+    def start(_target: str, **settings: Any) -> FakeEngine:
+        started.update(settings)
+        return engine
+
+    monkeypatch.setattr(ENGINE, start)
+    refused = command("--", "--tensor-parallel-size", "2", "--dtype", "float16")
+    assert refused.exit_code == 2
+    assert "does not accept --dtype among vLLM's flags; use --dtype" in refused.stderr
+    assert not started
+    assert command("--", "--tensor-parallel-size", "2").exit_code == 0
+    assert started["tensor_parallel_size"] == 2
+
+
+def test_bad_rows_repeated_prompts_and_failures_do_not_end_the_job(
+    command: Command, asked: Path, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> None:
+    with asked.open("a") as file:
+        file.write(json.dumps({"prompt": "Four?"}) + "\n" + json.dumps({"question": "?"}) + "\n")
+    monkeypatch.setattr(ENGINE, starting(FakeEngine(refuses="asked/0#0/1")))
+    ended = command()
+    assert ended.exit_code == 0
+    for line in (
+        "Left out 1 repeated prompts.",
+        "Left out 1 rows that are no prompts.",
+        "1 conversations failed; --resume tries them again.",
+        "Wrote 3 answers",
+    ):
+        assert line in ended.stdout
+    errors = (command.out / "data" / "errors-1-of-1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reason"] for line in errors][1] == "refused on demand"
+    assert "line 5" in json.loads(errors[0])["id"]
+
+    monkeypatch.setattr(ENGINE, starting(engine))
+    resumed = command("--resume")
+    assert resumed.exit_code == 0
+    assert [request.id for request in engine.requests] == ["asked/0#0/1"]
+    (manifest,) = DataFolder(command.out / "data").manifests
+    assert (manifest.failed, manifest.duplicates, manifest.rejected) == (0, 1, 1)
+    assert len(command.samples()) == 4
+
+
+def test_servers_answer_instead_of_an_engine(
+    command: Command, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(out="whole").exit_code == 0
+    monkeypatch.delattr(ENGINE)
+    with FakeVllmServer(Chat(target), "tiny-target") as server:
+        ended = command("--endpoint", f"{server.url}/v1")
+        assert ended.exit_code == 0, ended.output
+        refused = command("--endpoint", server.url, "--max-length", "999", out="longer")
+    assert f"{server.url}: 4 answers." in ended.stderr
+    assert command.samples() == command.samples("whole")
+    # Everything that determines the answers is equal, and so is the hash of the data.
+    hashes = {DataFolder(command.out / name).content_hash() for name in ("data", "whole")}
+    assert len(hashes) == 1
+    assert refused.exit_code == 2
+    assert "has --max-model-len 256" in refused.stderr
 
 
 def test_wrong_prompts_are_reported_before_torch_or_the_engine_is_imported(tmp_path: Path) -> None:

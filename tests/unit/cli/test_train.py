@@ -26,7 +26,7 @@ def test_every_setting_is_a_flag_with_its_help() -> None:
         flag = flags()[f"--{name.replace('_', '-')}"]
         assert flag.default is None, name  # the default is the model's
         assert flag.help.startswith(field.description), name
-        if field.default not in (None, False):
+        if field.default not in (None, False, ()):
             assert f"[default: {field.default}]" in flag.help
 
 
@@ -51,14 +51,25 @@ def test_without_flags_all_settings_are_defaults(given: list[Any]) -> None:
     assert run().exit_code == 0
     ((arguments, options),) = given
     assert arguments == ("some/target", Path("d"), Path("o"), TrainConfig())
-    assert options == {"to": "zlab", "resume": False, "tensorboard": False}
+    assert options == {"to": "zlab", "resume": False, "trackers": (), "vllm_flags": []}
 
 
 def test_flags_of_every_type_are_passed_on(given: list[Any]) -> None:
     ended = run(
         *("--layers", "2", "--learning-rate", "0.5", "--optimizer", "adamw", "--compile"),
         *("--target-layer-ids", "1", "--target-layer-ids", "7", "--format", "speculators"),
-        *("--resume", "--tensorboard"),
+        *(
+            "--resume",
+            "--tracker",
+            "wandb",
+            "--tracker",
+            "mlflow",
+            "--states-from",
+            "http://a:1",
+            "--states-from",
+            "http://b:2",
+        ),
+        *("--", "--tensor-parallel-size", "2"),
     )
     assert ended.exit_code == 0, ended.output
     ((arguments, options),) = given
@@ -68,13 +79,16 @@ def test_flags_of_every_type_are_passed_on(given: list[Any]) -> None:
         optimizer="adamw",
         compile=True,
         target_layer_ids=(1, 7),
+        states_from=("http://a:1", "http://b:2"),
     )
-    assert options == {"to": "speculators", "resume": True, "tensorboard": True}
+    vllm_flags = options.pop("vllm_flags")
+    assert vllm_flags == ["--tensor-parallel-size", "2"]
+    assert options == {"to": "speculators", "resume": True, "trackers": ["wandb", "mlflow"]}
 
 
 def test_a_plan_needs_no_folder_to_write(given: list[Any]) -> None:
     assert run("--plan", "--layers", "3").exit_code == 0
-    assert given == [(("some/target", Path("d"), TrainConfig(layers=3)), {})]
+    assert given == [(("some/target", Path("d"), TrainConfig(layers=3), []), {})]
 
 
 def test_flags_override_the_file(given: list[Any], tmp_path: Path) -> None:

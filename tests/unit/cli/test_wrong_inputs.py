@@ -118,8 +118,8 @@ CASES: list[tuple[str, str, int, str]] = [
         "jsonl",
     ),
     ("prompts are not UTF-8", "data {target} --prompts {bad_utf8} --out {work}/d", FAILED, "utf-8"),
-    ("prompts are not JSON", "data {target} --prompts {bad_line} --out {work}/d", FAILED, "line 2"),
     ("prompts are not JSON", "check {target} {drafter} --prompts {bad_line}", FAILED, "line 2"),
+    ("an argument too many", "check {target} {drafter} surplus", FAILED, "surplus"),
     (
         "a row without a prompt",
         "data {target} --prompts {no_prompt} --out {work}/d",

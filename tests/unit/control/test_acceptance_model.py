@@ -113,16 +113,16 @@ def test_forgotten_request_is_a_new_one() -> None:
     observe(model, 30, DraftOutcome("good", 2, 2), DraftOutcome("bad", 2, 0))
     model.forget("bad")
     assert survival(model, "bad") == survival(model, "new")
-    assert not model.has_trials("bad")
 
 
 def test_what_arrives_for_an_ended_request_is_not_kept() -> None:
     model = AcceptanceModel(2)
-    model.groups(["a"])
+    model.groups(["a", "good"])
     model.forget("a")
-    for _ in range(20):  # an output of a step that was in flight
-        model.observe(Outcomes.of([DraftOutcome("a", 2, 0)]))
-    assert not model.has_trials("a")
+    for _ in range(20):  # outputs of steps that were in flight
+        model.observe(Outcomes.of([DraftOutcome("a", 2, 0), DraftOutcome("good", 2, 2)]))
+    ended, new, good = model.groups(["a", "new", "good"])
+    assert ended == new < good
 
 
 def test_many_requests_have_estimates_of_their_own() -> None:

@@ -214,9 +214,17 @@ def test_probes_stay_within_their_share_of_the_time() -> None:
         assert sum(decision.is_probe for decision in decisions) >= 4
 
 
-@pytest.mark.parametrize("has_costs", [True, False])
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("batch", [1, 4, 8, 16])
+# Each machine with and without known costs, and nightly with each batch size.
+USELESS = [
+    pytest.param(machine, batch, has_costs, marks=() if is_always else pytest.mark.nightly)
+    for machine in MACHINES
+    for batch in (1, 4, 8, 16)
+    for has_costs in (True, False)
+    for is_always in [(batch, has_costs) in {(8, True), (1, False)}]
+]
+
+
+@pytest.mark.parametrize(("machine", "batch", "has_costs"), USELESS)
 def test_useless_drafts_cost_little(machine: str, batch: int, has_costs: bool) -> None:
     """Compared with steps that only keep the drafter's context, which no policy can avoid."""
     simulated = Machine(MACHINES[machine])
@@ -300,7 +308,7 @@ def test_with_prefill_in_every_step_good_drafts_are_made(machine: str) -> None:
     policy = Policy(MAX_DRAFTS, ladder=model.ladder, has_graphs=model.has_graphs)
     requests = {f"r{number}": [1.0] * MAX_DRAFTS for number in range(4)}
     permanent = Loop(policy, requests, machine=machine, prefill=512)
-    decisions = permanent.steps(3000)
+    decisions = permanent.steps(1000)
     assert sum(decision.draft > 0 for decision in decisions) >= 0.9 * len(decisions)
 
 
@@ -344,19 +352,29 @@ def test_k_is_kept_while_all_requests_are_in_prefill() -> None:
     assert not policy.costs.has_estimate
 
 
+# Where counting takes 0.6 ms, the limit is somewhat above the 1.5 ms that a step had before.
+MAX_COUNTS = 3
+
+
 def test_step_of_256_requests_takes_little_time() -> None:
-    """A loose bound for a busy machine; what was measured is in results/live/budget.json."""
+    """Compared with counting in Python, which any machine that is slow at the time does slowly.
+
+    What was measured is in results/live/budget.json.
+    """
     policy = Policy(15, ladder=ladder_up_to(15), has_graphs=True)
-    names, drafted, spent = [str(number) for number in range(256)], 0, []
+    names, drafted, spent, counted = [str(number) for number in range(256)], 0, [], []
     available = np.zeros(256, np.int64)
     for _ in range(60):
+        start = time.process_time()
+        sum(number % 7 for number in range(10_000))
+        counted.append(time.process_time() - start)
         start = time.process_time()
         decision = policy.decide(Batch(names, available + drafted))
         verified = np.array(decision.verify)
         policy.observe(Outcomes(names, verified, np.minimum(verified, 4)), decision.draft, 0.02)
         spent.append(time.process_time() - start)
         drafted = decision.draft
-    assert sorted(spent)[30] < 0.0015
+    assert min(spent[10:]) < MAX_COUNTS * min(counted)
 
 
 COSTS = Machine(MACHINES["cpu"]).table(1)

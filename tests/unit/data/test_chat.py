@@ -85,3 +85,64 @@ def test_hashes_distinguish_templates_and_tokenizers(tmp_path: Path, chat: Chat)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|reserved_0|>", "<|renamed|>"))
     assert Chat(tmp_path).tokenizer_hash != chat.tokenizer_hash
+
+
+def test_messages_and_tools_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ tools | length if tools else 0 }}" + CHAT_TEMPLATE
+    chat = chat_with(tmp_path, template)
+    system = {"role": "system", "content": "Short."}
+    call = {"role": "assistant", "content": "f()", "tool_calls": []}
+    turns = ((system, {"role": "user", "content": "Hi"}), (call, {"role": "tool", "content": "3"}))
+    assert chat.prompt(turns, ["the target's own answer"], [{"type": "function"}]) == words(
+        "1<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nf()<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_variables_of_the_template_can_be_set_for_all_or_for_one_prompt(
+    tokenizer_folder: Path, chat: Chat
+) -> None:
+    off = {"enable_thinking": False}
+    closed = chat.prompt(["Hi"], options=off)
+    assert closed == Chat(tokenizer_folder, thinking=False).prompt(["Hi"]) != chat.prompt(["Hi"])
+    set_for_all = Chat(tokenizer_folder, options=off)
+    assert set_for_all.prompt(["Hi"]) == closed
+    assert set_for_all.prompt(["Hi"], options={"enable_thinking": True}) == chat.prompt(["Hi"])
+    with pytest.raises(TemplateError, match=r"does not read effort.*it reads are enable_thinking"):
+        Chat(tokenizer_folder, options={"effort": 3})
+
+
+def test_variables_of_a_template_that_cannot_be_examined_are_accepted(tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE + "{% generation %}{% endgeneration %}"  # a tag of transformers
+    chat = chat_with(tmp_path, template)
+    chat.require_options({"enable_thinking": True}, "one")
+    chat.require_options({"effort": 3}, "another")
+
+
+def test_reasoning_targets_are_recognized_in_their_thinking_mode(
+    tmp_path: Path, tokenizer_folder: Path, chat: Chat
+) -> None:
+    assert chat.reasons
+    assert not Chat(tokenizer_folder, thinking=False).reasons
+    for name, end, expected in (("opened", "<think>\n", True), ("closed", "</think>", False)):
+        template = "{{ messages[0].content }}" + end
+        assert chat_with(tmp_path / name, template).reasons is expected
+    assert not chat_with(tmp_path / "plain", "{{ messages[0].content }}").reasons
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    template = "{{ raise_exception('no ' + messages[0].role) if messages[0].role != 'user' }}"
+    chat = chat_with(tmp_path, template + CHAT_TEMPLATE)
+    with pytest.raises(TemplateError, match="refuses this conversation: no system"):
+        chat.prompt([({"role": "system", "content": "a"}, {"role": "user", "content": "b"})])
+
+
+def test_the_reasoning_of_gpt_oss_is_not_repeated_in_the_next_turn(tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE + "{# <|channel|>final<|message|> #}"
+    chat = chat_with(tmp_path, template)
+    written = words("<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>Yes")
+    assert chat.answer_text([*written, END_OF_TURN]) == "Yes"
+    assert chat.answer_text(words("Yes")) == "Yes"

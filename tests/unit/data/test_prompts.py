@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from leadout.data.prompts import Prompt, PromptError, prompts_hash, read_prompts, source_name
+from leadout.data.prompts import (
+    Prompt,
+    PromptError,
+    prompts_hash,
+    read_prompts,
+    source_name,
+    without_duplicates,
+)
 
 
 @pytest.fixture
@@ -32,7 +39,6 @@ def file_of(tmp_path: Path) -> Callable[..., str]:
         (
             {
                 "messages": [
-                    {"role": "system", "content": "be brief"},
                     {"role": "user", "content": "one"},
                     {"role": "assistant", "content": "another model's"},
                     {"role": "user", "content": "two"},
@@ -50,6 +56,118 @@ def test_user_turns_are_read_from_all_supported_fields(
     file_of: Callable[..., str], row: dict[str, Any], turns: tuple[str, ...]
 ) -> None:
     assert read_prompts([file_of(row)]) == [Prompt("asked/0", "asked", turns)]
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_system_messages_and_tools_are_kept(file_of: Callable[..., str]) -> None:
+    as_text = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    calls = {"role": "assistant", "content": None, "tool_calls": [as_text]}
+    results = [{"role": "tool", "content": t, "tool_call_id": "c"} for t in ("3", "4")]
+    messages = [SYSTEM, user("one"), calls, *results, {"role": "assistant", "content": "seven"}]
+    messages.append(user("two"))
+    row = {"messages": messages, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}
+    recorded = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    (prompt,) = read_prompts([file_of(row)])
+    assert prompt.turns == ((SYSTEM, user("one")), (recorded, *results), "two")
+    assert prompt.tools == (TOOL,)
+    assert prompt.options == {"enable_thinking": True}
+    assert prompt.text == "one"
+    (other,) = read_prompts([file_of({"prompt": "one", "system": "be brief"})])
+    assert other.turns == ((SYSTEM, user("one")),)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_empty_system_messages_are_dropped(file_of: Callable[..., str], role: str) -> None:
+    shared = [{"from": "system", "value": ""}, {"from": "human", "value": "one"}]
+    (prompt,) = read_prompts([file_of({"conversations": shared})])
+    assert prompt.turns == ("one",)
+    messages = [{"role": role, "content": None}, user("one"), {"role": role, "content": ""}]
+    (prompt,) = read_prompts([file_of({"messages": [*messages, user("two")]})])
+    assert prompt.turns == ("one", "two")
+    (prompt,) = read_prompts([file_of({"messages": messages, "system": "be brief"})])
+    assert prompt.turns == ((SYSTEM, user("one")),)
+
+
+@pytest.mark.parametrize("content", ["", None, []])
+def test_tools_may_return_nothing(file_of: Callable[..., str], content: Any) -> None:
+    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "c"}
+    messages = [user("one"), calls, {**result, "content": content}]
+    (prompt,) = read_prompts([file_of({"messages": messages})])
+    assert prompt.turns == ("one", (calls, {**result, "content": ""}))
+
+
+def test_text_in_parts_is_joined_and_other_parts_are_refused(file_of: Callable[..., str]) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (prompt,) = read_prompts([file_of({"messages": [user(parts)]})])  # type: ignore[arg-type]
+    assert prompt.turns == ("ab",)
+    parts.append({"type": "image_url", "text": ""})
+    with pytest.raises(PromptError, match="line 1: message 0 has a part of type 'image_url'"):
+        read_prompts([file_of({"messages": [user(parts)]})])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "tools": "no json"}, "`tools`: .*expected JSON"),
+        ({"prompt": "a", "tools": [3]}, "`tools` is not a list of objects"),
+        ({"prompt": "a", "chat_template_kwargs": [1]}, "is not an object"),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "has the role 'critic'"),
+    ],
+)
+def test_wrong_tools_and_roles_are_errors(
+    file_of: Callable[..., str], row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PromptError, match=message):
+        read_prompts([file_of(row)])
+
+
+def test_parquet_files_are_read_like_json(file_of: Callable[..., str], tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {"id": "x", "messages": [SYSTEM, user("one")], "tools": json.dumps([TOOL])},
+        {"id": None, "messages": [{**user("two"), "name": "ann"}], "tools": None},
+    ]
+    path = tmp_path / "asked.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert read_prompts([str(path)]) == read_prompts([file_of(*rows)])
+    assert [prompt.id for prompt in read_prompts([str(path)], limit=1)] == ["x"]
+    path.write_bytes(b"not parquet")
+    with pytest.raises(PromptError, match=r"asked\.parquet: cannot be read as parquet"):
+        read_prompts([str(path)])
+
+
+def test_bad_rows_can_be_rejected_unless_all_are_bad(file_of: Callable[..., str]) -> None:
+    rejected: list[tuple[str, str]] = []
+    source = file_of({"prompt": "a"}, {"question": "b"}, [1], {"prompt": "c"})
+    prompts = read_prompts([source], reject=lambda *each: rejected.append(each))
+    assert [prompt.id for prompt in prompts] == ["asked/0", "asked/3"]
+    assert [where for where, _ in rejected] == [f"{source}, line 2", f"{source}, line 3"]
+    assert rejected[0][1].startswith("no user turns")
+    with pytest.raises(PromptError, match="line 1: no user turns"):
+        read_prompts([file_of({"question": "b"})], reject=lambda *_: None)
+
+
+def test_repeated_conversations_are_left_out_and_counted(file_of: Callable[..., str]) -> None:
+    sources = [
+        file_of({"prompt": "a"}, {"prompt": "b"}, {"turns": ["a"]}, name="one"),
+        file_of({"prompt": "b"}, {"prompt": "a", "system": "be brief"}, name="two"),
+        "self:3",
+    ]
+    kept, duplicates = without_duplicates(read_prompts(sources))
+    names = ["one/0", "one/1", "two/1", "self/0", "self/1", "self/2"]
+    assert [prompt.id for prompt in kept] == names
+    assert duplicates == 2
 
 
 def test_ids_are_kept_and_blank_lines_ignored(file_of: Callable[..., str]) -> None:
@@ -81,6 +199,7 @@ def test_a_dataset_split_is_read_with_row_numbers_as_ids(tmp_path: Path) -> None
     for split, words in (("train", ["a", "b"]), ("test", ["c"])):
         rows = ({"id": "same", "messages": [{"role": "user", "content": w}]} for w in words)
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_prompts([str(folder)], limit=1) == [Prompt("chats/0", "chats", ("a",))]  # a stream
     read = read_prompts([str(folder), f"{folder}:test"])
     assert read == [
         Prompt("chats/0", "chats", ("a",)),
@@ -100,9 +219,16 @@ def test_the_hash_depends_on_every_turn_and_on_the_order() -> None:
     one, two = Prompt("a", "s", ("x", "y")), Prompt("b", "s", ("z",))
     hashes = {
         prompts_hash(prompts)
-        for prompts in ([one, two], [two, one], [one], [Prompt("a", "s", ("x", "Y")), two])
+        for prompts in (
+            [one, two],
+            [two, one],
+            [one],
+            [Prompt("a", "s", ("x", "Y")), two],
+            [Prompt("a", "s", ("x", "y"), tools=(TOOL,)), two],
+            [Prompt("a", "s", ("x", "y"), options={"enable_thinking": True}), two],
+        )
     }
-    assert len(hashes) == 4
+    assert len(hashes) == 6
 
 
 @pytest.mark.parametrize(
@@ -118,6 +244,9 @@ def test_the_hash_depends_on_every_turn_and_on_the_order() -> None:
         {"messages": ["a"]},
         {"messages": [{"role": "assistant", "content": "a"}]},
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": ""}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": 3}]},
+        {"messages": [{"role": "system", "content": ""}]},
         {"conversations": [{"from": ["human"], "value": "hi"}]},
     ],
 )

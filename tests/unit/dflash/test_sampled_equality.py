@@ -1,4 +1,4 @@
-"""20,000 sampled continuations with speculation are distributed as those without.
+"""Sampled continuations with speculation are distributed as those without: 10,000, nightly 20,000.
 
 For each pair of neighbouring tokens of the continuations the counts of both arms are compared with
 a two-sample chi-square test. FALSE_ALARM is the chance, over the choice of seeds, that a case
@@ -6,7 +6,8 @@ fails although both distributions are the same: the tests of one case share it (
 gate has teeth: with the same settings it must reject verifiers that are slightly wrong.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from leadout.dflash.target import Target
 from leadout.dflash.verify import Sampling, Verdict, verify_sampled
 from support.statistics import equality_p_value
 
-CONTINUATIONS = 20_000
 ROWS = 5_000
 LENGTH = 6
 VOCAB = 6
@@ -75,15 +75,21 @@ def drafter() -> Drafter:
     return drafter
 
 
+@pytest.fixture(scope="module")
+def count(nightly: bool) -> int:
+    return 20_000 if nightly else 10_000
+
+
 def continuations(
     target: Target,
     make_proposer: Callable[[torch.Generator], Proposer],
     sampling: Sampling,
     seed: int,
+    count: int,
 ) -> list[Completion]:
     generator = torch.Generator().manual_seed(seed)
     found: list[Completion] = []
-    while len(found) < CONTINUATIONS:
+    while len(found) < count:
         proposer = make_proposer(generator)
         found += decode(
             target,
@@ -111,32 +117,53 @@ def smallest_p_value(first: list[Completion], second: list[Completion]) -> float
 
 
 @pytest.fixture(scope="module")
-def plain(target: Target) -> dict[str, list[Completion]]:
+def plain(target: Target, count: int) -> dict[str, list[Completion]]:
     return {
-        name: continuations(target, lambda _: NothingProposer(), sampling, seed=11)
+        name: continuations(target, lambda _: NothingProposer(), sampling, seed=11, count=count)
         for name, sampling in SETTINGS.items()
     }
 
 
 def speculate(
-    target: Target, drafter: Drafter, sampling: Sampling, sample_drafts: bool
+    target: Target, drafter: Drafter, sampling: Sampling, sample_drafts: bool, count: int
 ) -> list[Completion]:
     drawn = sampling if sample_drafts else None
     return continuations(
-        target, lambda g: BlockProposer(drafter, target, ROWS, drawn, g), sampling, seed=22
+        target,
+        lambda g: BlockProposer(drafter, target, ROWS, drawn, g),
+        sampling,
+        seed=22,
+        count=count,
     )
 
 
-@pytest.mark.parametrize("sample_drafts", [False, True], ids=["greedy drafts", "drawn drafts"])
-@pytest.mark.parametrize("setting", SETTINGS)
+GREEDY, DRAWN = (False, "greedy drafts"), (True, "drawn drafts")
+
+
+def pairs(first: Sequence[Any], *in_ci: tuple[bool, str]) -> list[Any]:
+    """Each with greedy and with drawn drafts, of which one at every change and both nightly."""
+    return [
+        pytest.param(
+            each,
+            drafts[0],
+            id=f"{getattr(each, '__name__', each)}-{drafts[1]}",
+            marks=() if drafts == chosen else pytest.mark.nightly,
+        )
+        for each, chosen in zip(first, in_ci, strict=True)
+        for drafts in (GREEDY, DRAWN)
+    ]
+
+
+@pytest.mark.parametrize(("setting", "sample_drafts"), pairs(list(SETTINGS), GREEDY, DRAWN, GREEDY))
 def test_speculation_keeps_the_distribution(
     target: Target,
     drafter: Drafter,
     plain: dict[str, list[Completion]],
     setting: str,
     sample_drafts: bool,
+    count: int,
 ) -> None:
-    speculated = speculate(target, drafter, SETTINGS[setting], sample_drafts)
+    speculated = speculate(target, drafter, SETTINGS[setting], sample_drafts, count)
     accepted = [count for completion in speculated for count in completion.accepted]
     # The test is only meaningful if some drafts are accepted and some rejected.
     assert 0.2 < sum(accepted) / len(accepted) < 2.5
@@ -163,24 +190,26 @@ def forgets_the_residual(
     return Verdict(verdict.accepted, again)
 
 
-@pytest.mark.parametrize("sample_drafts", [False, True], ids=["greedy drafts", "drawn drafts"])
-@pytest.mark.parametrize("biased", [keeps_too_many, forgets_the_residual])
+@pytest.mark.parametrize(
+    ("biased", "sample_drafts"), pairs([keeps_too_many, forgets_the_residual], GREEDY, DRAWN)
+)
 def test_the_gate_fires_on_a_biased_verifier(
     target: Target,
     drafter: Drafter,
     plain: dict[str, list[Completion]],
     biased: Callable[..., Verdict],
     sample_drafts: bool,
+    count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop, "verify_sampled", biased)
-    speculated = speculate(target, drafter, SETTINGS["temperature 1"], sample_drafts)
+    speculated = speculate(target, drafter, SETTINGS["temperature 1"], sample_drafts, count)
     assert smallest_p_value(plain["temperature 1"], speculated) < FALSE_ALARM
 
 
 def test_the_gate_stays_silent_between_two_plain_runs(
-    target: Target, plain: dict[str, list[Completion]]
+    target: Target, plain: dict[str, list[Completion]], count: int
 ) -> None:
     for name, sampling in SETTINGS.items():
-        again = continuations(target, lambda _: NothingProposer(), sampling, seed=33)
+        again = continuations(target, lambda _: NothingProposer(), sampling, seed=33, count=count)
         assert smallest_p_value(plain[name], again) > FALSE_ALARM

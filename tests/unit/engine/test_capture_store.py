@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -148,3 +149,54 @@ def test_a_full_disk_leaves_whole_lines_only(tmp_path: Path) -> None:
     assert stored[0] == "000001"
     assert stored[-1] == "000009"
     assert all(path.stat().st_size > 0 for path in segment_paths(tmp_path))
+
+
+def test_after_a_failing_close_no_sample_goes_into_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems report errors of earlier writes when a file is closed."""
+    writer, close = open_writer(tmp_path / "capture", max_seconds=100), os.close
+    writer.add(sample(1))
+    assert writer._segment is not None
+    handle = writer._segment._handle
+
+    def fake_close(number: int) -> None:
+        close(number)  # the system frees the number although it reports an error
+        if number == handle:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "close", fake_close)
+    writer._segment.started -= 1000  # old enough to be closed
+    with pytest.raises(OSError, match="quota"):
+        writer.expire()
+    monkeypatch.setattr(os, "close", close)
+    other = os.open(tmp_path / "of-somebody-else", os.O_RDWR | os.O_CREAT)
+    assert other == handle  # the number has been given away
+    writer.add(sample(2))
+    writer.close()
+    close(other)
+    assert (tmp_path / "of-somebody-else").read_bytes() == b""
+    assert stored_ids(tmp_path / "capture") == ["000001", "000002"]
+
+
+def test_one_file_that_cannot_be_deleted_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_writer(tmp_path, max_seconds=100)
+    for number in (1, 2):
+        writer.add(sample(number))
+        writer.close()
+    first, second = segment_paths(tmp_path)
+    for path in (first, second):
+        os.utime(path, (0, time.time() - 101))
+    unlink = Path.unlink
+
+    def fake_unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == first:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fake_unlink)
+    with pytest.raises(OSError, match="cannot be deleted: Operation not permitted"):
+        writer.expire()
+    assert segment_paths(tmp_path) == [first]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from leadout.engine.child_process import Child, EngineError, run_module
+from leadout.engine.child_process import GUARD_REMOVES, Child, EngineError, run_module
 from support.processes import family_of, wait_until_gone
 
 
@@ -114,7 +114,7 @@ def test_a_child_that_never_answers_is_killed(
         started = time.monotonic()
         with pytest.raises(EngineError, match="exit code -9"):
             child.call(Number(value=1), Number, seconds=0.5)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 120  # not the 600 s of the child
 
 
 def test_a_child_does_not_inherit_the_ranks_of_torchrun(
@@ -154,7 +154,7 @@ def test_a_child_ends_with_its_killed_parent(divider: str, tmp_path: Path) -> No
     assert len(family) == 2
     owner.kill()
     owner.wait()
-    assert wait_until_gone(family, seconds=10) == []
+    assert wait_until_gone(family, seconds=60) == []
 
 
 SLEEP = 'report("asleep"); import time; time.sleep(600)'
@@ -198,7 +198,7 @@ def test_the_guard_stops_everything_when_its_owner_is_killed(end: signal.Signals
     assert len(family) == 4  # owner, guard, command, orphaned grandchild
     owner.send_signal(end)
     owner.wait()
-    assert wait_until_gone(family, seconds=10) == []
+    assert wait_until_gone(family, seconds=60) == []
 
 
 def test_the_guard_stops_everything_when_its_owner_returns() -> None:
@@ -206,7 +206,7 @@ def test_the_guard_stops_everything_when_its_owner_returns() -> None:
     family = family_of(owner.pid)
     assert len(family) == 4
     assert owner.wait() == 0
-    assert wait_until_gone(family, seconds=10) == []
+    assert wait_until_gone(family, seconds=60) == []
 
 
 def test_the_guard_kills_a_command_that_ignores_sigterm(tmp_path: Path) -> None:
@@ -233,18 +233,23 @@ def test_the_guard_kills_a_command_that_ignores_sigterm(tmp_path: Path) -> None:
     family = family_of(guard.pid)
     started = time.monotonic()
     os.close(lifeline)
-    assert guard.wait(10) == 128 + signal.SIGKILL
+    assert guard.wait(60) == 128 + signal.SIGKILL
     assert time.monotonic() - started >= 0.5
-    assert wait_until_gone(family, seconds=1) == []
+    assert wait_until_gone(family, seconds=30) == []
 
 
-def test_the_guard_passes_on_the_exit_code() -> None:
+def test_the_guard_passes_on_the_exit_code_and_removes_a_folder_at_the_end(tmp_path: Path) -> None:
     read_end, lifeline = os.pipe()
-    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    (tmp_path / "states").mkdir()
+    (tmp_path / "states" / "file").touch()
+    code = f"import os; assert {GUARD_REMOVES!r} not in os.environ; raise SystemExit(3)"
+    command = [sys.executable, "-c", code]
     ended = subprocess.run(
         [sys.executable, "-m", "leadout.engine.child_process", str(read_end), "--", *command],
         pass_fds=(read_end,),
+        env={**os.environ, GUARD_REMOVES: str(tmp_path / "states")},
     )
     os.close(read_end)
     os.close(lifeline)
     assert ended.returncode == 3
+    assert not (tmp_path / "states").exists()

@@ -73,7 +73,11 @@ def test_the_batches_of_a_table() -> None:
 def test_where_full_graphs_end_is_noted() -> None:
     (note,) = graph_notes(gpu_config())
     assert "end at 32 requests with K = 15" in note
+    # A step has at most 8,192 tokens, which is 512 requests.
+    assert "--max-cudagraph-capture-size 8192 would cover 512" in note
+    (note,) = graph_notes(gpu_config(budget=32_768))
     assert "--max-cudagraph-capture-size 16384 would cover 1024" in note
+    assert graph_notes(gpu_config(budget=512)) == []
     (note,) = graph_notes(gpu_config(table=TABLE))
     assert "end at 512 requests with K = 0" in note
     assert graph_notes(gpu_config(sequences=32)) == []

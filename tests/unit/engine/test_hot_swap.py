@@ -13,17 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from leadout.checkpoints import CheckpointError
-from leadout.engine.hot_swap import ASLEEP, SwapExtension, SwapRefusedError, load_version
-from leadout.registry import MANIFEST, Registry, RegistryError
-from support.models import tiny_llama
+from leadout.engine.hot_swap import (
+    ASLEEP,
+    SwapExtension,
+    SwapRefusedError,
+    load_version,
+    version_to_start_with,
+)
+from leadout.registry import MANIFEST, Manifest, Registry, RegistryError
+from leadout.storage import StorageError
 from support.version_registry import CONFIG, WEIGHTS, publish, with_nan
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -40,6 +39,24 @@ def test_a_version_is_loaded_bit_for_bit(registry: Registry, target: Path, tmp_p
     assert all(torch.equal(loaded[1].weights[name], written[name]) for name in written)
     assert loaded[0].digest != loaded[1].digest
     assert loaded[1].digest == load_version(registry, 2, CONFIG, target).digest
+
+
+def test_a_store_that_fails_does_not_start_a_server_on_an_older_version(
+    registry: Registry, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(registry, target, tmp_path, seed=0)
+    publish(registry, target, tmp_path, seed=1, parent=1)
+    registry.point_to(2, "a test")
+    real_verify = Registry.verify
+
+    def fake_verify(self: Registry, version: int) -> Manifest:
+        if version == 2:
+            raise StorageError("503")
+        return real_verify(self, version)
+
+    monkeypatch.setattr(Registry, "verify", fake_verify)
+    with pytest.raises(StorageError, match="503"):
+        version_to_start_with(registry, target)
 
 
 def spoil_bytes(folder: Path) -> None:
@@ -107,7 +124,7 @@ class SleepingWorker(SwapExtension):
 def test_a_sleeping_worker_reads_and_writes_no_weights(state: str) -> None:
     worker = SleepingWorker(state)
     worker.leadout_begin(2)
-    assert worker.leadout_state() == {"done": True, "error": ASLEEP, "digest": None}
+    assert worker.leadout_state() == {"done": True, "error": ASLEEP, "digest": None, "final": False}
     writes: list[str] = []
     worker._leadout_stager = SimpleNamespace(  # type: ignore[assignment]
         version=2, staged=SimpleNamespace(commit=writes.append, undo=writes.append)

@@ -206,5 +206,9 @@ def test_the_servers_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert api_key_of(["--max-num-seqs", "8"]) is None
     assert api_key_of(["--api-key", "one", "--port", "1"]) == "one"
     assert api_key_of(["--api-key=two"]) == "two"
+    assert api_key_of(["--api-key", "c2VjcmV0=="]) == "c2VjcmV0=="
+    assert api_key_of(["--api_key=c2VjcmV0=="]) == "c2VjcmV0=="
+    assert api_key_of(["--api-key", "one", "--served-model-name=--api-key", "--api-key=2"]) == "2"
+    assert api_key_of(["--api-key"]) is None
     monkeypatch.setenv("VLLM_API_KEY", "three")
     assert api_key_of([]) == "three"

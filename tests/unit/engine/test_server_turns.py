@@ -25,7 +25,7 @@ def test_servers_take_turns_together_if_memory_holds_them(
 ) -> None:
     monkeypatch.setenv(KV_SPACE, cache)
     # Stands for a machine with so much memory.
-    monkeypatch.setattr(server_turns, "_available_bytes", lambda: available)
+    monkeypatch.setattr(server_turns, "available_bytes", lambda: available)
     assert choose_turns(3, [weights], on_cpu=True) == expected
 
 
@@ -39,7 +39,7 @@ def test_weights_of_unknown_size_are_served_one_at_a_time(tmp_path: Path) -> Non
 def test_servers_that_measure_their_own_steps_are_not_stopped(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_turns, "_available_bytes", lambda: 30 * GIB)
+    monkeypatch.setattr(server_turns, "available_bytes", lambda: 30 * GIB)
     monkeypatch.setenv(KV_SPACE, "1")
     assert choose_turns(3, [weights], on_cpu=True, can_stop=False) == "waves"
 
@@ -53,12 +53,13 @@ def test_on_a_gpu_two_servers_share_the_memory_or_are_up_one_at_a_time(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1300, 1300))
     assert choose_turns(2, [weights], on_cpu=False) == "single"
-    assert choose_turns(2, [weights], on_cpu=False, devices=4) == "waves"
-    asked = ("--gpu-memory-utilization=0.9",)
-    assert choose_turns(2, [weights], on_cpu=False, flags=asked, devices=4) == "single"
+    for four in (("--tensor-parallel-size", "4"), ("-tp=2", "--pipeline_parallel_size", "2")):
+        assert choose_turns(2, [weights], on_cpu=False, flags=four) == "waves"
+        asked = (*four, "--gpu-memory-utilization=0.9")
+        assert choose_turns(2, [weights], on_cpu=False, flags=asked) == "single"
     assert machine_flags(on_cpu=False, servers=2) == ["--gpu-memory-utilization", "0.45"]
     assert machine_flags(on_cpu=False, servers=1) == []
 
 
 def test_the_available_memory_is_read_from_the_kernel() -> None:
-    assert server_turns._available_bytes() > GIB / 4
+    assert server_turns.available_bytes() > GIB / 4

@@ -27,6 +27,7 @@ from leadout.engine.vllm_adapter import (
     is_supported,
     is_usable,
     signature_of,
+    watch_for_failure,
 )
 
 
@@ -140,6 +141,56 @@ def test_the_workers_of_all_engines_answer() -> None:
     assert alone == ["first begin(3,)"]
     both = asyncio.run(call_workers(TwoEngines(), 2, "begin", (3,)))
     assert both == ["first begin(3,)", "second begin(3,)"]
+
+
+class FakeClient:
+    """Stands for vLLM's client of an engine, which can fail or be stopped."""
+
+    def __init__(self) -> None:
+        self.errored, self._end = False, asyncio.Event()
+        self.output_handler = asyncio.create_task(self._end.wait())
+        self._finalizer = SimpleNamespace(alive=True)
+        self.manager = SimpleNamespace(failed_proc_name=None)
+        self.resources = SimpleNamespace(engine_manager=self.manager)
+        self.engine_core = self
+
+    def shutdown(self) -> None:
+        self._finalizer.alive = False
+        self.end_outputs()
+
+    def end_outputs(self) -> None:
+        self.errored = True  # for vLLM, after a stop as well
+        self._end.set()
+
+
+def fake_death(client: FakeClient) -> None:
+    client.manager.failed_proc_name = "EngineCore"
+    client.shutdown()
+
+
+ENDS = {
+    "told to stop": (FakeClient.shutdown, False),
+    "error in a step": (FakeClient.end_outputs, True),
+    "killed": (fake_death, True),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_engine_that_was_stopped_has_not_failed(end: str) -> None:
+    end_engine, is_failure = ENDS[end]
+
+    async def after_its_end() -> bool:
+        client = FakeClient()
+        has_failed = watch_for_failure(client)
+        assert not has_failed()
+        end_engine(client)
+        await client.output_handler
+        await asyncio.sleep(0)  # callbacks of the task
+        client.shutdown()  # which the server calls in any case
+        assert client.errored
+        return has_failed()
+
+    assert asyncio.run(after_its_end()) == is_failure
 
 
 PUBLIC = {

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from leadout.data.settings import DataSettings
 from leadout.engine import vllm_flags
 from leadout.engine.settings import SCHEDULER, CaptureSettings, LiveSettings, RegistrySettings
 from leadout.engine.vllm_flags import (
     PLUGINS,
     Features,
+    engine_arguments,
     feature_environment,
     feature_flags,
     is_speculation,
     newly_loaded_endpoints,
     parse,
+    speculation_of,
     without_revision,
     without_speculation,
 )
@@ -107,10 +110,24 @@ def test_vllms_own_spellings_are_accepted() -> None:
 def test_flags_of_speculation_are_recognised_in_every_spelling() -> None:
     flags = [
         *("--a", "1", "--speculative-config", "{}", "--speculative_config={}", "-sc", "{}"),
-        *("--speculative-config.method", "ngram", "--b"),
+        *("--speculative-config.method", "ngram", "-sc.model", "m", "--spec-method", "dflash"),
+        *("--spec_model=d", "--spec-tokens", "3", "--b"),
     ]
     assert without_speculation(flags) == ["--a", "1", "--b"]
     assert not is_speculation("--speculative-other")
+
+
+def test_single_flags_of_speculation_are_fields_of_its_config() -> None:
+    assert speculation_of(parse("target", [])) == {}
+    flags = ["-sc", '{"method": "dflash", "draft-sample-method": "v2"}', "--spec-model", "d"]
+    assert speculation_of(parse("target", [*flags, "--spec-tokens", "3"])) == {
+        "method": "dflash",
+        "draft_sample_method": "v2",
+        "model": "d",
+        "num_speculative_tokens": 3,
+    }
+    with pytest.raises(SettingsError, match=r"--spec-method ngram cannot be .* method dflash"):
+        speculation_of(parse("target", [*flags, "--spec-method", "ngram"]))
 
 
 def test_features_become_a_scheduler_and_sections_of_the_additional_config() -> None:
@@ -147,3 +164,34 @@ def test_plugins_of_other_packages_stay_loaded(monkeypatch: pytest.MonkeyPatch) 
     assert feature_environment(features, {PLUGINS: "theirs"}) == {PLUGINS: "theirs,leadout"}
     assert feature_environment(features, {PLUGINS: ""}) == {PLUGINS: "leadout"}
     assert feature_environment(Features(), {}) == {}
+
+
+def test_only_the_arguments_that_flags_name_reach_the_engine() -> None:
+    assert engine_arguments("target", []) == {}
+    found = engine_arguments(
+        "target",
+        ["-tp", "2", "--no-enforce-eager", "--hf-overrides.rope_theta", "5", "--quantization=fp8"],
+    )
+    assert found == {
+        "tensor_parallel_size": 2,
+        "enforce_eager": False,  # vLLM's default, but requested
+        "hf_overrides": {"rope_theta": 5},
+        "quantization": "fp8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--port", "8001"), "--port is a flag of vLLM's server"),
+        (("--max-model-len=99",), "--max-model-len among vLLM's flags.* use --max-length"),
+        (("--revision", "main"), "not accept --revision .* and name its folder"),
+        (("--download-dir=d",), "not accept --download-dir .* set HF_HUB_CACHE instead"),
+        (("--model", "other"), "would replace the target"),
+        (("--tensor-paralel-size", "2"), "Did you mean --tensor-parallel-size"),
+        (("surplus",), "Unexpected argument surplus: `leadout data` takes TARGET only"),
+    ],
+)
+def test_flags_that_an_engine_cannot_take_are_refused(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        engine_arguments("target", flags, DataSettings, {"max_model_len": "use --max-length"})

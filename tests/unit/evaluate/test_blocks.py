@@ -13,13 +13,12 @@ from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.drafter import KeyValue, attend_to_all
 from leadout.dflash.propose import BlockProposer
 from leadout.dflash.target import Target
+from leadout.evaluate.block_attention import Layout, attend_in_blocks, block_masks
 from leadout.evaluate.blocks import (
     BlockForward,
     Split,
     TrainingSequence,
-    attend_in_blocks,
     batch,
-    block_masks,
     drafted_slots,
     draw_anchors,
     make_blocks,
@@ -28,11 +27,12 @@ from leadout.evaluate.blocks import (
     to_sequence,
 )
 from leadout.evaluate.hidden_states import ComputedStates
-from leadout.shards import Sample
+from leadout.shards import Sample, SampleFacts
 from support.drafters import random_drafter
 
 ROWS, LENGTH, BLOCK, WIDTH = 2, 23, 4, 8
 ANCHORS = torch.tensor([[3, 4, 17, 22], [1, 9, 10, 0]])  # the last of the second row is padding
+LAYOUT = Layout(ANCHORS, torch.zeros_like(ANCHORS), BLOCK, LENGTH)
 KINDS = (
     LayerAttention(),
     LayerAttention(causal=True),
@@ -59,10 +59,10 @@ def sample(
 
 
 def split_of(samples: list[Sample], held_out: int = 4, max_length: int = 64) -> Split:
-    return split(samples, max_length, held_out)  # type: ignore[arg-type]
+    return split([SampleFacts.of(sample) for sample in samples], max_length, held_out)
 
 
-def test_only_greedy_answers_are_held_out_equally_from_each_source() -> None:
+def test_greedy_answers_are_held_out_equally_from_each_source() -> None:
     samples = [
         sample(f"{source}/{n}#0/0", [n, count], temperature=0.0 if n % 2 else 0.7)
         for source, count in (("code", 40), ("math", 20), ("chat", 6))
@@ -73,6 +73,19 @@ def test_only_greedy_answers_are_held_out_equally_from_each_source() -> None:
     assert all(each.temperature == 0 for each in held_out)
     assert Counter(each.source for each in held_out) == {"code": 3, "math": 3, "chat": 3}
     assert sorted(parts.train + parts.validation) == list(range(len(samples)))
+
+
+def test_sources_without_greedy_answers_hold_out_sampled_ones() -> None:
+    samples = [
+        sample(f"{source}/{n}#0/0", [n, place], temperature=temperature if n else 0.7)
+        for place, (source, temperature) in enumerate((("plain", 0.0), ("reasoning", 0.6)))
+        for n in range(20)
+    ]
+    held_out = [samples[index] for index in split_of(samples, held_out=6).validation]
+    temperatures = {each.source: each.temperature for each in held_out}
+    assert temperatures["plain"] == 0.0
+    assert temperatures["reasoning"] > 0
+    assert Counter(each.source for each in held_out) == {"plain": 3, "reasoning": 3}
 
 
 def test_no_prompt_is_in_both_training_and_validation() -> None:
@@ -215,7 +228,7 @@ def test_block_attention_equals_dense_attention(layer: LayerAttention, heads: in
 
     queries = some(heads, count)
     context, own = (KeyValue(some(2, n), some(2, n)) for n in (LENGTH, count))
-    (mask,) = block_masks([layer], ANCHORS, BLOCK, LENGTH)
+    (mask,) = block_masks([layer], LAYOUT)
     inputs = [queries, *context, *own]
     upstream = torch.randn(ROWS, heads, count, WIDTH)
     found = attend_in_blocks(queries, context, own, mask)
@@ -231,7 +244,7 @@ def test_block_attention_equals_dense_attention(layer: LayerAttention, heads: in
 
 @pytest.mark.parametrize("layer", KINDS, ids=str)
 def test_masks_match_their_definition(layer: LayerAttention) -> None:
-    (mask,) = block_masks([layer], ANCHORS, BLOCK, LENGTH)
+    (mask,) = block_masks([layer], LAYOUT)
     assert mask is not None
     dense = dense_mask(layer)
     blocks = torch.arange(ANCHORS.shape[1] * BLOCK) // BLOCK
@@ -247,7 +260,7 @@ def test_masks_match_their_definition(layer: LayerAttention) -> None:
 
 
 def test_layers_of_one_kind_share_a_mask() -> None:
-    masks = block_masks([KINDS[0], KINDS[1], KINDS[0]], ANCHORS, BLOCK, LENGTH)
+    masks = block_masks([KINDS[0], KINDS[1], KINDS[0]], LAYOUT)
     assert masks[0] is masks[2]
     assert masks[0] is not masks[1]
 
@@ -292,5 +305,5 @@ def test_the_teacher_of_a_slot_is_the_state_that_chose_its_token(
     forward = BlockForward(random_drafter(drafter_config), target.embedding)
     drafted = drafted_slots(forward, states, final, tokens, blocks)
     logits = target.step(tokens).logits  # at p, the target's view of p + 1
-    torch.testing.assert_close(target.head(drafted.teacher)[0], logits[0, 6:10])
+    torch.testing.assert_close(target.head(drafted.teacher[drafted.teacher_at])[0], logits[0, 6:10])
     assert drafted.labels[0].tolist() == tokens[0, 7:11].tolist()

@@ -5,9 +5,11 @@ Several drafters share one pass of the target over each text.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,3 +176,47 @@ def test_the_target_reads_a_text_once_while_its_states_are_kept(
     for number in (0, 0, 1, 1, 0):
         shared.tapped_at((1,)).observe([text(number)])
     assert len(calls) == passes
+
+
+def test_states_that_do_not_fit_on_the_disk_are_refused_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
+    source = ComputedStates(lambda: Target(tiny_llama(), (0, 1)))
+    made = StatesOnDisk(
+        tmp_path / STATES, source, [2, 3], taps=2, hidden_size=64, dtype=torch.float32
+    )
+    with pytest.raises(FileError, match=r"need 3,840 more bytes in .* but 1,000 are free"):
+        made.require_room()
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4000))
+    made.require_room()
+
+
+def test_states_are_on_the_disk_before_they_are_marked(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake_fdatasync(_file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    source = Counting(target)
+    states = on_disk(tmp_path / STATES, source)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", fake_fdatasync)
+        with pytest.raises(OSError, match="Input/output"):
+            states.observe(items()[:2])
+    assert not states.has_all([0])
+    states.observe(items()[:2])
+    assert states.has_all([0, 1])
+    assert source.requested == 4  # computed again
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_closed_states_hold_no_files(target: Target, tmp_path: Path) -> None:
+    before = open_files()
+    made = on_disk(tmp_path / STATES, Counting(target))
+    assert open_files() == before + 2
+    made.close()
+    assert open_files() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from leadout.check.result import Lossless
 from leadout.checkpoints import read_checkpoint
 from leadout.errors import StoppedError
-from leadout.learn.config import LearnConfig, LearnError
+from leadout.learn.config import LearnConfig, LearnError, TooLittleTrafficError
 from leadout.learn.cycle import RECORD, learn, start_registry
 from leadout.learn.data import BASE, read_part
 from leadout.learn.prepare import WorkFolder
@@ -53,6 +54,14 @@ def changed(config: LearnConfig, **changes: Any) -> LearnConfig:
     return config.model_copy(update=changes)
 
 
+def shorter(config: LearnConfig, **changes: Any) -> LearnConfig:
+    """Trained long enough to be promoted, as nearly any loss on the few base sequences is let pass.
+
+    For tests of what surrounds the training.
+    """
+    return changed(config, **{"tokens": 4_000, "base_loss": 0.9, "base_sequences": 20} | changes)
+
+
 def run_cycle(config: LearnConfig) -> LearnResult:
     result = learn(config, lossless=lossless_by_reference)
     assert result is not None
@@ -75,6 +84,10 @@ def test_a_drafter_that_has_learned_its_traffic_is_promoted(
     assert evidence.traffic is not None
     assert manifest.promises["traffic"].acceptance_length == evidence.traffic.after.value
     assert manifest.promises["traffic"].requests == 30  # a fifth of the traffic
+    expected = manifest.promises["traffic"]
+    assert expected.per_request is not None
+    assert expected.before is not None
+    assert expected.per_request.length > expected.before.length > 1
     assert evidence.traffic.change.low > config.gain
     curve = [point.by_source["traffic"] for point in result.adaptation.curve]
     assert curve[-1] > curve[0] + 0.3
@@ -115,6 +128,7 @@ def test_a_killed_cycle_publishes_nothing_and_continues_later(
     def die(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
         raise KilledError
 
+    config = shorter(config)
     with pytest.raises(KilledError):
         learn(config, lossless=die)
     registry, work = Registry(config.registry), WorkFolder(config.work_folder)
@@ -132,7 +146,7 @@ def test_ctrl_c_says_how_to_continue(config: LearnConfig) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(StoppedError, match="Run the same command again to continue") as stopped:
-        learn(changed(config, tokens=100), lossless=interrupt)
+        learn(shorter(config, tokens=100), lossless=interrupt)
     assert stopped.value.exit_code == 130
     assert WorkFolder(config.work_folder).interrupted_cycle() is not None
 
@@ -140,7 +154,7 @@ def test_ctrl_c_says_how_to_continue(config: LearnConfig) -> None:
 def test_a_cycle_killed_in_training_continues_from_its_last_step(
     config: LearnConfig,
 ) -> None:
-    config, work = changed(config, tokens=40_000), WorkFolder(config.work_folder)
+    config, work = changed(config, tokens=20_000), WorkFolder(config.work_folder)
     words = ["learn", config.target, "--registry", config.registry, "--work", config.work]
     words += ["--traffic", config.traffic, "--replay", config.replay, "--tokens", config.tokens]
     words += ["--min-requests", config.min_requests, "--learning-rate", config.learning_rate]
@@ -171,11 +185,12 @@ def test_an_interrupted_cycle_with_other_settings_starts_over(
     def die(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
         raise KilledError
 
+    config, first = shorter(config), shorter(config, tokens=100)
     with pytest.raises(KilledError):
-        learn(changed(config, tokens=100), lossless=die)
+        learn(first, lossless=die)
     made = run_cycle(config).adaptation
-    assert made.config == config.cycle
-    assert made.steps > 30  # more than the interrupted cycle had
+    assert made.config == config.cycle != first.cycle
+    assert made.steps > 10  # more than the interrupted cycle had
 
 
 def test_a_serving_version_that_changed_meanwhile_is_kept(
@@ -188,7 +203,7 @@ def test_a_serving_version_that_changed_meanwhile_is_kept(
         registry.point_to(other.version, "rolled back to another one")
         return lossless_by_reference(target, drafter, samples)
 
-    result = learn(config, lossless=roll_back)
+    result = learn(shorter(config), lossless=roll_back)
     assert result is not None
     assert not result.promoted
     assert result.decision.reasons[0].startswith("serving: version 2 is served now")
@@ -228,6 +243,29 @@ def test_without_the_first_version_nothing_is_trained(config: LearnConfig, world
     with pytest.raises(RegistryError, match="compared with version 1"):
         run_cycle(config)
     assert not config.work_folder.exists()
+
+
+def test_a_cycle_with_too_little_traffic_leaves_nothing_that_users_wrote(
+    config: LearnConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(TooLittleTrafficError):
+        run_cycle(changed(config, min_requests=1000))
+    left = [path.name for path in (tmp_path / "work").rglob("*") if path.is_file()]
+    assert left == ["lock"]
+
+
+def test_text_that_cannot_be_deleted_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = WorkFolder(tmp_path)
+    work.mix.mkdir()
+
+    def fake_rmtree(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", fake_rmtree)
+    with pytest.raises(LearnError, match="mix cannot be deleted: Permission denied"):
+        work.finish()
 
 
 def test_two_cycles_in_one_folder_are_an_error(config: LearnConfig) -> None:

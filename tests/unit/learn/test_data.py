@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.fernet import Fernet
 
 from leadout.data.manifest import DataFolder
 from leadout.engine.capture_store import segment_paths
@@ -27,6 +28,7 @@ from leadout.learn.data import (
     write_mix,
 )
 from leadout.models import fingerprint
+from leadout.sealed import CaptureKeyError, Keys
 from leadout.shards import Sample, Samples, ShardWriter
 from leadout.train.run import evenly_spaced
 from support.learn_world import NEW, SETTINGS_OF_FIRST, World, requests, write_capture
@@ -92,7 +94,7 @@ def test_sequences_are_long_enough_for_most_requests_within_bounds(tmp_path: Pat
 def test_traffic_of_another_target_is_an_error(world: World, tmp_path: Path) -> None:
     capture = write_capture(tmp_path / "capture", world.target, requests(NEW, 4))
     with pytest.raises(LearnError, match=r"was captured from tiny .* not from the target"):
-        copy_newest(capture, "another", tmp_path / "copy")
+        copy_newest(capture, "another", TINY_VOCAB, tmp_path / "copy", Keys())
 
 
 def test_traffic_is_copied_readable_by_the_owner_only(world: World, tmp_path: Path) -> None:
@@ -100,12 +102,67 @@ def test_traffic_is_copied_readable_by_the_owner_only(world: World, tmp_path: Pa
     capture = write_capture(tmp_path / "capture", world.target, asked, segments=3)
     for path in segment_paths(capture):
         path.chmod(0o600)
-    copied = copy_newest(capture, fingerprint(world.target), tmp_path / "copy")
+    copied, unusable, _ = copy_newest(
+        capture, fingerprint(world.target), TINY_VOCAB, tmp_path / "copy", Keys()
+    )
+    assert unusable == 0
     for path in segment_paths(capture):
         path.unlink()  # as the server does
     assert [sample.id for sample in Samples(copied)] == [sample.id for sample in asked]
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in copied} == {0o600}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no JSON",
+        b'{"id": "x"}',
+        b'{"id": "x", "source": "s", "prompt": [-1], "response": [1], "temperature": 0}',
+        b'{"id": "x", "source": "s", "prompt": [1], "response": [2147483648], "temperature": 0}',
+        b'{"id": "x", "source": "s", "prompt": [%d], "response": [1], "temperature": 0}'
+        % TINY_VOCAB,
+        b"\xff\xfe" * 100,
+    ],
+)
+def test_one_bad_line_does_not_stop_learning(world: World, tmp_path: Path, line: bytes) -> None:
+    asked = requests(NEW, 8)
+    capture = write_capture(tmp_path / "capture", world.target, asked, segments=2)
+    first, second = segment_paths(capture)
+    lines = first.read_bytes().splitlines()
+    first.write_bytes(b"\n".join([lines[0], line, *lines[1:], b""]))
+    second.write_bytes(second.read_bytes() + lines[0] + b"\n" + b'{"id": "torn')
+    copied, unusable, _ = copy_newest(
+        capture, fingerprint(world.target), TINY_VOCAB, tmp_path / "copy", Keys()
+    )
+    assert sorted(sample.id for sample in Samples(copied)) == [sample.id for sample in asked]
+    assert unusable == 2  # the line, and a request that occurs twice
+
+
+def test_samples_after_the_newest_of_an_interrupted_cycle_are_left_out(
+    world: World, tmp_path: Path
+) -> None:
+    asked = requests(NEW, 8)
+    capture = write_capture(tmp_path / "capture", world.target, asked, segments=3)
+    target = fingerprint(world.target)
+    first = copy_newest(capture, target, TINY_VOCAB, tmp_path / "one", Keys())
+    assert first.newest == asked[-1].id
+    again = copy_newest(capture, target, TINY_VOCAB, tmp_path / "two", Keys(), asked[4].id)
+    assert [sample.id for sample in Samples(again.paths)] == [each.id for each in asked[:5]]
+    assert (again.unusable, again.newest) == (0, asked[4].id)
+
+
+def test_encrypted_traffic_is_read_with_its_keys_only(world: World, tmp_path: Path) -> None:
+    asked, keys = requests(NEW, 8), Keys([Fernet.generate_key().decode()])
+    capture = write_capture(tmp_path / "capture", world.target, asked)
+    for path in segment_paths(capture):
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(map(keys.seal, lines)))
+    target = fingerprint(world.target)
+    copied = copy_newest(capture, target, TINY_VOCAB, tmp_path / "copy", keys)
+    assert [sample.id for sample in Samples(copied.paths)] == [sample.id for sample in asked]
+    with pytest.raises(CaptureKeyError, match="encrypted with the key"):
+        copy_newest(capture, target, TINY_VOCAB, tmp_path / "another", Keys())
 
 
 def test_evenly_spaced_indices_cover_the_range() -> None:
@@ -117,7 +174,7 @@ def test_evenly_spaced_indices_cover_the_range() -> None:
 def mix(world: World, tmp_path: Path) -> Mix:
     # One held-out prompt of the original data is requested again.
     samples = world.data.samples()
-    held_out = split(samples, 64, SETTINGS_OF_FIRST.validation_sequences).validation
+    held_out = split(samples.facts, 64, SETTINGS_OF_FIRST.validation_sequences).validation
     asked = requests(NEW, 60)
     asked[3] = asked[3].model_copy(update={"prompt": samples[held_out[0]].prompt})
     return mix_of(traffic_of(asked, tmp_path), world.data, number=1)
@@ -139,7 +196,7 @@ def test_the_base_was_held_out_by_the_first_training_or_is_of_the_reserved_tenth
     mix: Mix, world: World
 ) -> None:
     samples = world.data.samples()
-    original = split(samples, 64, SETTINGS_OF_FIRST.validation_sequences)
+    original = split(samples.facts, 64, SETTINGS_OF_FIRST.validation_sequences)
     reserved = reserved_for_base(samples, original, block_size=5)
     assert 0.05 < len(reserved) / len(original.train) < 0.2
     pool = {samples[index].id for index in [*original.validation, *reserved]}
@@ -151,7 +208,7 @@ def test_a_large_held_out_part_is_the_whole_pool(world: World, tmp_path: Path) -
     """Then no version was trained on any base sequence."""
     held_out = SETTINGS_OF_FIRST.validation_sequences
     samples = world.data.samples()
-    unseen = {samples[index].id for index in split(samples, 64, held_out).validation}
+    unseen = {samples[index].id for index in split(samples.facts, 64, held_out).validation}
     asked = traffic_of(requests(NEW, 60), tmp_path)
     few = CycleSettings.model_construct(base_sequences=held_out // 4)
     for number in range(6):
@@ -215,9 +272,15 @@ def test_the_mix_is_readable_by_the_owner_only(mix: Mix, tmp_path: Path) -> None
     assert (tmp_path / "mix").stat().st_mode & 0o777 == 0o700
 
 
-def test_replay_without_greedy_samples_is_an_error(world: World, tmp_path: Path) -> None:
+def test_replay_of_too_few_samples_is_an_error(world: World, tmp_path: Path) -> None:
+    write_data(tmp_path / "data", world.target, list(world.data.samples())[:4])
+    asked = traffic_of(requests(NEW, 60), tmp_path)
+    with pytest.raises(LearnError, match="4 samples are too few to hold some out"):
+        mix_of(asked, DataFolder(tmp_path / "data"))
+
+
+def test_replay_without_greedy_samples_holds_out_sampled_ones(world: World, tmp_path: Path) -> None:
     warm = [s.model_copy(update={"temperature": 1.0}) for s in world.data.samples()]
     write_data(tmp_path / "data", world.target, warm)
     asked = traffic_of(requests(NEW, 60), tmp_path)
-    with pytest.raises(LearnError, match="none of the 200 samples is greedy"):
-        mix_of(asked, DataFolder(tmp_path / "data"))
+    assert mix_of(asked, DataFolder(tmp_path / "data")).base

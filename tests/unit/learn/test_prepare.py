@@ -1,89 +1,17 @@
-"""A cycle trains with the drafter's own shape, and as many steps as the budget allows."""
+"""A cycle trains with the drafter's own shape and settings."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from leadout.checkpoints import read_checkpoint
-from leadout.evaluate.blocks import Split
 from leadout.learn.config import CycleSettings, LearnConfig, LearnError
-from leadout.learn.prepare import (
-    VALIDATIONS,
-    WorkFolder,
-    base_settings,
-    require_learnable,
-    steps_for_seconds,
-    steps_for_tokens,
-    validations_for_seconds,
-    with_steps,
-)
+from leadout.learn.prepare import WorkFolder, base_settings, require_learnable
 from leadout.settings import SettingsError
-from leadout.shards import Samples, ShardWriter
-from leadout.train.config import TrainConfig
 from leadout.train.init import reduce_draft_vocab
-from leadout.train.loop import total_steps
-from leadout.train.plan import Timing
-from leadout.train.run import Corpus
-from support.learn_world import ANSWER, NEW, World, requests
-from support.models import TINY_VOCAB
-
-SETTINGS = TrainConfig(batch_sequences=10, states="disk", max_length=64)
-# A pass over 100 sequences: 10 steps of one second, and 50 seconds for states; a validation: 0.1 s.
-TIMING = Timing(seconds_per_step=1.0, seconds_per_token=0.5 / 40, seconds_per_validated=0.01)
-ALL_VALIDATIONS = (1 + VALIDATIONS) * 0.1
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    """A hundred sequences of 40 tokens to train on, and 10 to validate on."""
-    with ShardWriter(tmp_path / "all.jsonl") as writer:
-        for sample in requests(NEW, 110):
-            writer.append(sample.model_copy(update={"prompt": sample.prompt[:6] + [1] * 10}))
-    samples = Samples([writer.path])
-    lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
-    assert set(lengths) == {40}
-    parts = Split(list(range(100)), list(range(100, 110)))
-    return Corpus(samples, parts, lengths, torch.zeros(TINY_VOCAB), "")
-
-
-def test_a_budget_includes_states_steps_and_validations(corpus: Corpus) -> None:
-    assert steps_for_seconds(50 + 45 + ALL_VALIDATIONS, TIMING, SETTINGS, corpus) == 45
-
-
-def test_a_short_budget_includes_only_the_states_it_needs(corpus: Corpus) -> None:
-    # Half of the first pass: 5 steps and 25 seconds of states.
-    assert steps_for_seconds(30 + ALL_VALIDATIONS, TIMING, SETTINGS, corpus) == 5
-    assert steps_for_seconds(0.01, TIMING, SETTINGS, corpus) == 1
-
-
-def test_the_time_of_a_step_includes_the_states_it_computes(corpus: Corpus) -> None:
-    computed = SETTINGS.model_copy(update={"states": "compute"})
-    assert steps_for_seconds(45 + ALL_VALIDATIONS, TIMING, computed, corpus) == 45
-
-
-def test_validations_take_a_small_share_of_the_time(corpus: Corpus) -> None:
-    slow = replace(TIMING, seconds_per_validated=1.0)  # 10 seconds each
-    assert validations_for_seconds(1000, TIMING, corpus) == VALIDATIONS
-    assert (
-        validations_for_seconds(400, slow, corpus) == 3
-    )  # and one before training: a tenth of the time
-    assert validations_for_seconds(50, slow, corpus) == 1
-
-
-def test_a_token_budget_counts_answers_with_repetitions(corpus: Corpus) -> None:
-    assert steps_for_tokens(100 * ANSWER * 3, SETTINGS, corpus) == 30
-    assert steps_for_tokens(1, SETTINGS, corpus) == 1
-
-
-@pytest.mark.parametrize("steps", [1, 7, 10, 123])
-def test_the_schedule_has_the_requested_number_of_steps(corpus: Corpus, steps: int) -> None:
-    settings = with_steps(SETTINGS, corpus, steps, VALIDATIONS)
-    assert total_steps(len(corpus.split.train), settings) == steps
-    assert steps / settings.validate_every <= VALIDATIONS
+from support.learn_world import World
 
 
 def test_training_uses_the_drafters_own_shape_and_settings(world: World) -> None:

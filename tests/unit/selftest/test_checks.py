@@ -11,6 +11,7 @@ import torch
 
 from leadout.check.parity import LOGITS, Reference
 from leadout.checkpoints import load_drafter, write_checkpoint
+from leadout.control.tuned_file import ServerConfig
 from leadout.engine.capture_store import SOURCE, sample_id, segment_name
 from leadout.engine.inspection import DraftStep, WorkerFacts
 from leadout.engine.metrics import LIVE_GAUGES, acceptance_families, capture_families
@@ -20,17 +21,22 @@ from leadout.selftest.checks import EqualDrafts, SwapSeen
 from leadout.selftest.result import Status
 from leadout.shards import Sample
 from support.drafters import TINY_DRAFTER, random_drafter
-from support.models import tiny_llama
 
 PASS, FAIL, NOT_APPLICABLE = Status.PASS, Status.FAIL, Status.NOT_APPLICABLE
 
 WORKER = WorkerFacts(
     draft_class=checks.LEADOUT_CLASS,
-    model_runner="V2",
-    async_scheduling=True,
-    cudagraph_mode="FULL_AND_PIECEWISE",
-    draft_tokens=4,
+    runner="V2",
     dtype="float32",
+    config=ServerConfig(
+        async_scheduling=True,
+        cuda_graphs="FULL_AND_PIECEWISE",
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        quantization=None,
+        kv_cache_dtype="auto",
+    ),
+    draft_tokens=4,
     device="cuda",
 )
 # What a worker reports with LEADOUT_PLUGIN=0.
@@ -54,7 +60,8 @@ def test_the_class_that_is_expected_exists() -> None:
 
 
 def test_async_scheduling_is_on_where_vllm_has_it_on() -> None:
-    off = WORKER.model_copy(update={"async_scheduling": False})
+    synchronous = WORKER.config.model_copy(update={"async_scheduling": False})
+    off = WORKER.model_copy(update={"config": synchronous})
     assert checks.check_async([WORKER], in_stock=True).status is PASS
     assert checks.check_async([WORKER, off], in_stock=True).status is FAIL
     assert checks.check_async([], in_stock=True).status is FAIL
@@ -97,13 +104,6 @@ def test_live_control_keeps_full_graphs(
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
 K = CONFIG.max_draft_tokens
 PROMPT, BLOCKS = 12, 4
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 def drafter(folder: Path, seed: int) -> Path:

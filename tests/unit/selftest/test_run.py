@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 from rich.console import Console
 
 from leadout.checkpoints import load_weights, read_checkpoint
+from leadout.control.tuned_file import ServerConfig
 from leadout.engine.child_process import EngineError
 from leadout.engine.inspection import WorkerFacts
+from leadout.engine.load_test import client_session
 from leadout.environment import EngineFacts, EnvironmentReport, Hardware
 from leadout.errors import NEGATIVE, SUCCESS
 from leadout.provenance import Provenance
@@ -39,7 +44,9 @@ from leadout.selftest.servers import (
     REGISTRY,
     STOCK,
     Pair,
+    PlannedServer,
     Plans,
+    TestedServer,
     publish_versions,
 )
 from leadout.selftest.settings import SelftestSettings
@@ -50,11 +57,17 @@ from support.models import tiny_llama
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
 RESOLVED = WorkerFacts(
     draft_class=None,
-    model_runner="V1",
-    async_scheduling=False,
-    cudagraph_mode="NONE",
-    draft_tokens=4,
+    runner="V1",
     dtype="float32",
+    config=ServerConfig(
+        async_scheduling=False,
+        cuda_graphs="NONE",
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        quantization=None,
+        kv_cache_dtype="auto",
+    ),
+    draft_tokens=4,
     device="cpu",
 )
 
@@ -114,6 +127,55 @@ def test_a_server_that_does_not_start_fails_its_checks(tmp_path: Path) -> None:
     test.servers[STOCK] = ServerRun(start_seconds=40.0)
     asyncio.run(test._test_server(EVERYTHING, None, None))
     assert {row.status for row in rows(test, EVERYTHING)} == {Status.FAIL}
+
+
+class FakeServer:
+    """Answers `/metrics` without Leadout's names."""
+
+    async def metrics(self) -> str:
+        return "vllm:num_requests_running 0"
+
+
+@pytest.mark.parametrize(("api_servers", "status"), [(1, "fail"), (2, "not applicable")])
+def test_several_api_servers_have_no_metrics_of_leadout(
+    tmp_path: Path, api_servers: int, status: str
+) -> None:
+    test = planned(tmp_path)
+    test._plans = test._plans.model_copy(update={"api_servers": api_servers})
+    test.servers[EVERYTHING] = ServerRun(start_seconds=1.0)
+    asyncio.run(test._observe_after_load(FakeServer()))  # type: ignore[arg-type]
+    assert test._rows[checks.METRICS].status == status
+
+
+def test_a_server_that_loads_longer_than_the_test_names_the_flag(tmp_path: Path) -> None:
+    plan = PlannedServer(
+        command=[sys.executable, "-c", "import time; time.sleep(60)"], environment={}
+    )
+
+    async def start() -> None:
+        async with client_session() as session:
+            server = TestedServer("slow", plan, session, tmp_path / "log")
+            try:
+                await server.until_ready(0.1)
+            finally:
+                server.stop()
+
+    with pytest.raises(EngineError, match="increase --minutes"):
+        asyncio.run(start())
+
+
+def test_the_targets_revision_and_the_download_folder_are_those_of_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None, str | None]] = []
+
+    def fake_download(name: str, **settings: Any) -> str:
+        asked.append((name, settings["revision"], settings["cache_dir"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
+    Pair.of("acme/target", "acme/drafter", ["--revision=v2", "--download_dir", "/models"])
+    assert asked == [("acme/target", "v2", "/models"), ("acme/drafter", None, "/models")]
 
 
 def test_versions_of_the_test_differ_in_fingerprint_and_drafts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from leadout.data.prompt_record import PromptRecord
 from leadout.dflash.generate import generate
 from leadout.engine.child_process import EngineError
 from leadout.engine.offline import SessionRequest, SessionResult, SetRun
+from leadout.evaluate.hidden_states import ComputedStates, StatesOnDisk
 from leadout.train import command, export
 from leadout.train.config import TrainConfig
-from leadout.train.progress import read_log
+from leadout.train.optimizer import make_optimizers
+from leadout.train.progress import Record, read_log
 from leadout.train.run import Corpus, Run
-from leadout.train.state import load_best
+from leadout.train.state import RunStatus, load_best
 from support.small_runs import SMALL, KilledError, MakeRun
 from support.tiny_data import STOPS, loaded, write_data
 
@@ -79,7 +82,7 @@ def train(
 def test_a_run_writes_a_drafter_with_card_record_and_curves(
     train: Train, tmp_path: Path, data: DataFolder
 ) -> None:
-    ended = train("--json", "--tensorboard")
+    ended = train("--json", "--tracker", "tensorboard")
     assert ended.exit_code == 0, ended.output
     report = json.loads(ended.stdout)
     folder = tmp_path / "out" / "drafter"
@@ -208,6 +211,43 @@ def test_a_crash_of_vllm_fails_the_run_with_its_last_output(
     assert train("--epochs", "0.3", "--resume").exit_code == 0
 
 
+@pytest.mark.parametrize("states", ["compute", "disk"])
+def test_the_device_is_free_when_the_engine_starts(
+    train: Train, monkeypatch: pytest.MonkeyPatch, states: str
+) -> None:
+    on_device: list[weakref.ref[Any]] = []
+    trained = Run.train
+
+    def train_and_watch(run: Run, listen: Callable[[Record], None]) -> RunStatus:
+        status = trained(run, listen)
+        computed = run.source._source if isinstance(run.source, StatesOnDisk) else run.source
+        assert isinstance(computed, ComputedStates)
+        assert computed._loaded is not None
+        held = [*run.weights.masters.values(), *run.drafter.parameters()]
+        held += [run.target_weights.embedding, run.target_weights.head]
+        on_device.extend(map(weakref.ref, [*held, *computed._loaded._model.parameters()]))
+        return status
+
+    def watched(*arguments: Any) -> list[torch.optim.Optimizer]:
+        made = make_optimizers(*arguments)
+        on_device.extend(map(weakref.ref, made))
+        return made
+
+    still_held: list[int] = []
+
+    def starts(request: SessionRequest) -> SessionResult:
+        still_held.append(sum(each() is not None for each in on_device))
+        return reference_decode(request)
+
+    monkeypatch.setattr(Run, "train", train_and_watch)
+    monkeypatch.setattr("leadout.train.loop.make_optimizers", watched)
+    monkeypatch.setattr(export, "run_session", starts)
+    ended = train("--epochs", "0.3", "--states", states)
+    assert ended.exit_code == 0, ended.output
+    assert len(on_device) > 40
+    assert still_held == [0]
+
+
 def test_an_interrupted_export_is_repeated(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +365,16 @@ def test_ctrl_c_says_how_to_continue(
     assert "may be deleted" in (out / "run" / "README.txt").read_text()
 
 
+def test_the_command_to_continue_has_what_the_settings_do_not(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "fetch", interrupted)
+    monkeypatch.setattr(command, "require_engine_flags", lambda *_: None)
+    words = ("--format", "speculators", "--tracker", "tensorboard", "--", "--enforce-eager")
+    ended = train("--epochs", "0.3", *words)
+    assert f"--resume {' '.join(words)}`." in ended.stderr
+
+
 def test_an_unwritable_folder_is_found_before_any_work(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,13 +427,6 @@ def test_impossible_settings_are_rejected_before_anything_is_written(
     assert not (tmp_path / "out" / "training.yaml").exists()
 
 
-def test_tensorboard_must_be_installed(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leadout.train.progress.find_spec", lambda _: None)
-    ended = train("--tensorboard")
-    assert ended.exit_code == 2
-    assert "--tensorboard requires the package tensorboard" in ended.stderr
-
-
 def served_with(
     monkeypatch: pytest.MonkeyPatch, run: Run, tokens: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
@@ -414,4 +457,6 @@ def test_vllm_gets_prompts_of_every_source_and_enough_context(
     # Never more than the target has positions for.
     prompts, settings = served_with(monkeypatch, run, tokens=5000)
     assert settings["max_length"] == run.drafter_config.max_positions
-    assert settings["max_tokens"] == settings["max_length"] - longest
+    # A server of states needs one position more than the texts have.
+    assert settings["max_tokens"] == settings["max_length"] - 1 - longest
+    assert export.longest_served(run.corpus, settings["max_length"]) == settings["max_length"] - 1

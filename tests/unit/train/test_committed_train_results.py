@@ -11,7 +11,9 @@ from support.models import ROOT
 
 def result(name: str, script: str) -> Any:
     found = json.loads((ROOT / "results" / "train" / name).read_text())
-    assert found["provenance"]["command"].startswith(f"python scripts/{script}")
+    folders = ("scripts", "experiments")
+    starts = tuple(f"python {folder}/{script}" for folder in folders)
+    assert found["provenance"]["command"].startswith(starts)
     return found
 
 
@@ -43,15 +45,38 @@ def test_the_shipped_drafter_is_served_as_predicted() -> None:
     assert 0 < sum(path.stat().st_size for path in files) < 40e6
 
 
+def test_a_sharded_run_killed_ten_times_continues_on_another_number_of_ranks() -> None:
+    found = result("kill_ranks.json", "train_kill.py")
+    assert found["equal"] is True
+    assert found["every_step_once"] is True
+    assert 0 < found["largest_share_of_movement"] < found["max_share"] <= 0.01
+    kills = found["kills"]
+    assert [kill["ranks"] for kill in kills] == [1, 2] * 5
+    reached = [kill["logged_step"] for kill in kills]
+    assert len(set(reached)) >= 6
+    assert max(reached) < found["steps"] == found["steps_after_kills"]
+
+
 @pytest.mark.parametrize("states", ["compute", "disk"])
 def test_memory_does_not_grow_with_the_data(states: str) -> None:
-    found = result("memory.json", "measure_train_memory.py")
+    found = result("memory.json", "train_memory.py")
     small, large = found["states"][states]["small"], found["states"][states]["large"]
     assert large["samples"] == 10 * small["samples"]
     assert large["steps"] > 9 * small["steps"]
     assert large["peak_mib"] < 1.1 * small["peak_mib"]
     if states == "disk":  # mapped or kept in memory, they would show
         assert large["states_mib"] > 0.2 * small["peak_mib"]
+
+
+def test_with_served_states_memory_does_not_grow_with_the_target() -> None:
+    """Only with embedding, head and the drafter, whose width is that of the target."""
+    found = result("memory.json", "train_memory.py")["targets"]
+    for each in found.values():
+        elsewhere = each["weights_mib"] - each["embedding_and_head_mib"]
+        assert each["compute"]["peak_mib"] - each["served"]["peak_mib"] > elsewhere
+    small, large = found["SmolLM2-135M"], found["Qwen2.5-Coder-1.5B"]
+    rest = [each["served"]["peak_mib"] - each["embedding_and_head_mib"] for each in (small, large)]
+    assert rest[1] - rest[0] < 0.2 * (large["weights_mib"] - small["weights_mib"])
 
 
 def test_random_initial_weights_learn_faster_than_target_layers() -> None:
@@ -76,7 +101,7 @@ def best_within(run: Any, blocks: int) -> float:
 
 
 def test_both_trainers_had_the_same_data_and_similar_results() -> None:
-    found = result("against_speculators.json", "compare_with_speculators.py")
+    found = result("against_speculators_one_seed.json", "compare_with_speculators.py")
     assert found["speculators"] == "0.9.0"
     arms = found["arms"]
     assert set(arms) == {
@@ -91,3 +116,15 @@ def test_both_trainers_had_the_same_data_and_similar_results() -> None:
     ours, theirs = arms["leadout"], arms["speculators"]
     assert ours["acceptance_length"] == pytest.approx(theirs["acceptance_length"], rel=0.03)
     assert ours["processor_minutes"] < theirs["processor_minutes"]
+
+
+def test_three_seeds_are_not_below_speculators() -> None:
+    found = result("against_speculators.json", "train_against_speculators.py")
+    assert found["speculators"] == "0.9.0"
+    ours, theirs = found["arms"]["leadout"], found["arms"]["speculators"]
+    assert set(ours) == set(theirs) == {"0", "1", "2"}
+    for arm in (*ours.values(), *theirs.values()):
+        assert arm["steps"] == found["same"]["steps"]
+        assert arm["blocks"] == pytest.approx(ours["0"]["blocks"], rel=0.05)
+        assert arm["acceptance_length"]["value"] > 1.1
+    assert found["difference"]["acceptance_length"]["high"] > 0

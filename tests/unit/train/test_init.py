@@ -15,19 +15,20 @@ from leadout.data.manifest import DataFolder
 from leadout.dflash.config import DrafterConfig, InvalidDrafterError
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target, UnsupportedTargetError
+from leadout.pairing.sizes import sizes_from_config
+from leadout.pairing.target import spread_layer_ids
 from leadout.train.config import TrainError
 from leadout.train.init import (
+    TokenCounts,
     choose_mask_token,
-    count_parameters,
     default_layers,
     new_config,
     new_drafter,
     reduce_draft_vocab,
-    spread_layer_ids,
-    token_counts,
 )
 from support.models import TINY_VOCAB
 from support.small_runs import MakeRun
+from support.target_configs import CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -46,10 +47,8 @@ def test_taps_are_spread_evenly_over_the_target(layers: int, expected: tuple[int
 
 
 def test_small_targets_get_fewer_draft_layers() -> None:
-    tiny = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=10)
-    large = LlamaConfig(num_hidden_layers=8)  # 4096 wide
-    assert count_parameters(tiny) < 1e9 < count_parameters(large)
-    assert (default_layers(tiny), default_layers(large)) == (2, 5)
+    small, large = (sizes_from_config(CONFIGS[n], n) for n in ("SmolLM2-135M", "DeepSeek-V3"))
+    assert (default_layers(small), default_layers(large)) == (2, 5)
 
 
 def test_the_mask_token_has_no_meaning_in_the_data() -> None:
@@ -62,7 +61,6 @@ def test_the_mask_token_has_no_meaning_in_the_data() -> None:
 def config_for(target: Path, layers: int = 3, ids: tuple[int, ...] = (1, 2, 3)) -> DrafterConfig:
     return new_config(
         target,
-        AutoConfig.from_pretrained(target),
         layers=layers,
         block_size=5,
         target_layer_ids=ids,
@@ -136,7 +134,10 @@ def answers(data: DataFolder) -> list[list[int]]:
 def test_logits_of_frequent_tokens_equal_those_of_the_full_drafter(
     source: Path, target_folder: Path, target: Target, answers: list[list[int]], tmp_path: Path
 ) -> None:
-    counts = token_counts(answers, TINY_VOCAB)
+    counted = TokenCounts(TINY_VOCAB)
+    for answer in answers:
+        counted.add(answer)
+    counts = counted.total()
     size = int((counts > 0).sum()) // 2
     written, covered = reduce_draft_vocab(
         source, tmp_path / "reduced", target_folder, answers, size

@@ -1,28 +1,23 @@
-"""Exact resume after a kill, best weights, early stopping, and gradients in passes of any size."""
+"""Exact resume after a kill, best weights, early stopping, and the samples of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from leadout.evaluate.acceptance import Acceptance, Validation
-from leadout.evaluate.hidden_states import Indexed
-from leadout.train.loop import (
-    StepResult,
-    TrainingInterrupted,
-    passes,
-    sequences_of_step,
-    total_steps,
-)
+from leadout.leftovers import temporary_path
+from leadout.train.gradient import StepResult
+from leadout.train.loader import PassInput
+from leadout.train.loop import TrainingInterrupted, sequences_of_step, total_steps
 from leadout.train.progress import LOG, Record, StepRecord, ValidationRecord, read_log
 from leadout.train.run import Run
 from leadout.train.state import STATE, load_best
-from support.models import TINY_VOCAB
 from support.small_runs import KilledError, MakeRun, small_config
 
 STEPS = 7  # of a small run
@@ -104,15 +99,17 @@ def test_an_interrupted_run_saves_its_last_complete_step_and_resumes_exactly(
         if place == "after the update" and record.step == 4:
             raise KeyboardInterrupt
 
-    fetch = stopped.fetch
-    in_fifth_step = sequences_of_step(stopped.corpus.split.train, 4, stopped.config)[2]
+    add = stopped.gradient.add
 
-    def interrupted_fetch(index: int) -> Indexed:
-        if index == in_fifth_step and any(r.step == 4 for r in read_log(stopped.folder)):
+    def interrupted_in_fifth_step(
+        inputs: Iterable[PassInput], count: int, step: int, denominator: float
+    ) -> StepResult:
+        result = add(inputs, count, step, denominator)
+        if step == 4:
             raise KeyboardInterrupt
-        return fetch(index)
+        return result
 
-    monkeypatch.setattr(stopped, "fetch", interrupted_fetch)
+    monkeypatch.setattr(stopped.gradient, "add", interrupted_in_fifth_step)
     with pytest.raises(TrainingInterrupted) as caught:
         stopped.train(interrupts)
     # A step is complete only once it is logged and, where due, validated.
@@ -139,7 +136,9 @@ def test_partial_log_lines_and_checkpoints_are_removed(make_run: MakeRun) -> Non
     with pytest.raises(KilledError):
         make_run().train(dies_at(3))
     run = make_run()
-    torn = run.folder / f".{STATE}.4711.partial"
+    own = temporary_path(run.folder / STATE)
+    no_process = 2**22 + 1  # larger than any process id
+    torn = own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{no_process}-"))
     torn.write_bytes(b"half of a checkpoint")
     with (run.folder / LOG).open("a") as log:
         log.write('{"kind":"step","step":4,"sec')
@@ -213,74 +212,3 @@ def test_every_epoch_takes_every_sample_once_in_a_new_order() -> None:
 def test_states_stay_in_the_folder_of_the_run(make_run: MakeRun, tmp_path: Path) -> None:
     make_run(states="disk").train(silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def gradients(run: Run, step: int = 0) -> tuple[StepResult, dict[str, Tensor]]:
-    run.weights.clear_gradients()
-    batch = [run.fetch(i) for i in sequences_of_step(run.corpus.split.train, 0, run.config)]
-    result = run.gradient.accumulate(batch, step, 20.0)
-    found = {name: p.grad for name, p in run.weights.masters.items() if p.grad is not None}
-    assert len(found) == len(run.weights.masters)
-    return result, found
-
-
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, gradient in expected.items():
-        largest = gradient.abs().max().item()
-        torch.testing.assert_close(found[name], gradient, atol=1e-5 * largest, rtol=1e-4)
-
-
-def test_gradients_do_not_depend_on_the_size_of_passes(make_run: MakeRun) -> None:
-    single, expected = gradients(make_run(micro_tokens=1))
-    whole, found = gradients(make_run(micro_tokens=10**6))
-    assert_same_gradients(found, expected)
-    assert whole.loss == pytest.approx(single.loss, rel=1e-5)
-    assert whole.blocks == single.blocks == 20
-    assert torch.equal(whole.hits, single.hits)
-
-
-def test_every_step_has_its_own_anchors(make_run: MakeRun) -> None:
-    run = make_run()
-    first, again, other = (gradients(run, step)[0].loss for step in (0, 0, 1))
-    assert first == again != other
-
-
-def test_bfloat16_gradients_are_close_to_float32_gradients(make_run: MakeRun) -> None:
-    fine, expected = gradients(make_run())
-    rough, found = gradients(make_run(precision="bfloat16"))
-    assert rough.loss == pytest.approx(fine.loss, rel=0.02)
-    for name, gradient in expected.items():
-        assert found[name].dtype == torch.float32
-        assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.97
-
-
-def test_candidates_always_contain_the_labels(make_run: MakeRun) -> None:
-    run = make_run(candidates=3)
-    labels = torch.tensor([[0, 319], [17, 250]])
-    head, places = run.gradient._candidates(labels, step=0)
-    assert torch.equal(head[places], run.target_weights.head[labels])
-    counts = run.corpus.token_counts
-    frequent = run.target_weights.head[counts.topk(3).indices]
-    assert all((head == row).all(-1).any() for row in frequent)
-
-
-def test_as_many_candidates_as_tokens_is_the_whole_vocabulary(make_run: MakeRun) -> None:
-    expected = gradients(make_run())
-    found = gradients(make_run(candidates=TINY_VOCAB))
-    assert found[0].loss == expected[0].loss
-    few = gradients(make_run(candidates=10))
-    assert few[0].loss < expected[0].loss  # fewer wrong answers to choose from
-    assert few[0].loss == pytest.approx(expected[0].loss, rel=0.5)
-
-
-def test_passes_stay_within_the_token_limit_and_cover_all_sequences(make_run: MakeRun) -> None:
-    run = make_run()
-    items = [run.fetch(index) for index in run.corpus.split.train]
-    config = small_config(micro_tokens=400)
-    parts = list(passes(items, config))
-    per_block = config.anchors * config.block_size
-    for part in parts:
-        longest = max(len(sequence) for _, sequence in part)
-        assert len(part) * (longest + per_block) <= 400
-    assert sorted(index for part in parts for index, _ in part) == sorted(run.corpus.split.train)
-    assert list(passes([], config)) == []

@@ -13,14 +13,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from leadout.train import objective
+from leadout.dflash.config import LogitScaling
+from leadout.evaluate import target_weights
 from leadout.train.config import TrainConfig
-from leadout.train.objective import Slots, loss_of_slots, position_weights
+from leadout.train.objective import Head, Slots, loss_of_slots, position_weights
 
 WIDTH, VOCAB = 12, 37
 DPACE = TrainConfig(distillation=0.0, position_weights="dpace", dpace_alpha=0.5)
 EXPONENTIAL = TrainConfig(distillation=0.0, position_weights="exponential", gamma=4)
 MIXED = TrainConfig(distillation=0.3, position_weights="dpace", dpace_alpha=0.4)
+SCALINGS = (LogitScaling(), LogitScaling(0.3), LogitScaling(0.5, softcap=2.0))
 DISTILLED = TrainConfig(distillation=1.0, position_weights="exponential", gamma=7)
 
 
@@ -31,28 +33,36 @@ def some_slots(blocks: int, per_block: int, vocab: int = VOCAB) -> tuple[Tensor,
         return torch.randn(shape, generator=generator)
 
     ends = torch.randint(1, per_block + 1, (blocks, 1), generator=generator)
+    first = torch.randint(2 * blocks, (blocks, 1), generator=generator)  # blocks overlap
     slots = Slots(
         torch.randint(vocab, (blocks, per_block), generator=generator),
         torch.arange(per_block) < ends,
-        normal(blocks, per_block, WIDTH),
+        normal(2 * blocks + per_block, WIDTH),
+        first + torch.arange(per_block),
     )
     return normal(blocks, per_block, WIDTH).requires_grad_(), slots
 
 
-def some_head(vocab: int = VOCAB) -> Tensor:
+def some_head(vocab: int = VOCAB) -> Head:
     torch.manual_seed(3)
-    return torch.randn(vocab, WIDTH)
+    return Head(torch.randn(vocab, WIDTH))
+
+
+def hold_at_once(slots: int, monkeypatch: pytest.MonkeyPatch, vocab: int = VOCAB) -> None:
+    """Let the loss hold the logits of this many slots."""
+    monkeypatch.setitem(target_weights.LOGIT_BYTES, "cpu", 4 * vocab * slots)
 
 
 def eager_loss_of_slots(
-    hidden: Tensor, slots: Slots, head: Tensor, config: TrainConfig, denominator: float
+    hidden: Tensor, slots: Slots, head: Head, config: TrainConfig, denominator: float
 ) -> tuple[Tensor, Tensor]:
     """The reference: all logits at once, gradients by autograd."""
     assert slots.teacher is not None
-    logits = F.linear(hidden, head)
+    logits = head.draft.apply(F.linear(hidden, head.rows))
+    taught = head.target.apply(F.linear(slots.teacher[slots.teacher_at], head.rows))
     share = config.distillation
     mixture = (1 - share) * F.one_hot(slots.labels, logits.shape[-1]).float()
-    mixture = mixture + share * torch.softmax(F.linear(slots.teacher, head), dim=-1)
+    mixture = mixture + share * torch.softmax(taught, dim=-1)
     log_probs = F.log_softmax(logits, dim=-1)
     at_label = log_probs.gather(-1, slots.labels[..., None])[..., 0]
     weights = position_weights(-at_label, slots.counted, config)
@@ -66,12 +76,16 @@ def eager_loss_of_slots(
     ids=["dpace", "exponential", "mixed", "distilled"],
 )
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (20, 7)], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_chunked_and_eager_loss_and_gradient_are_equal(
-    monkeypatch: pytest.MonkeyPatch, config: TrainConfig, shape: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    config: TrainConfig,
+    shape: tuple[int, int],
+    scaling: LogitScaling,
 ) -> None:
-    monkeypatch.setitem(objective.CHUNK_SLOTS, "cpu", 9)  # less than most batches, and no divisor
+    hold_at_once(9, monkeypatch)  # less than most batches, and no divisor
     hidden, slots = some_slots(*shape)
-    head = some_head()
+    head = some_head()._replace(target=scaling, draft=scaling)
     found, hits = loss_of_slots(hidden, slots, head, config, 5.0)
     expected, expected_hits = eager_loss_of_slots(hidden, slots, head, config, 5.0)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -87,12 +101,13 @@ def test_the_eager_loss_follows_the_formula() -> None:
     hidden = hidden.detach()
     total = 0.0
     for block in range(6):
-        probs = [torch.softmax(head @ hidden[block, k], 0) for k in range(4)]
+        probs = [torch.softmax(head.rows @ hidden[block, k], 0) for k in range(4)]
         entropy = [-math.log(probs[k][slots.labels[block, k]]) for k in range(4)]
         weights = slow_dpace(entropy, slots.counted[block].tolist(), 0.4)
         for k in range(4):
             assert slots.teacher is not None
-            teacher = torch.softmax(head @ slots.teacher[block, k], 0)
+            state = slots.teacher[slots.teacher_at[block, k]]
+            teacher = torch.softmax(head.rows @ state, 0)
             expected = 0.3 * teacher
             expected[slots.labels[block, k]] += 0.7
             total += weights[k] * -(expected * probs[k].log()).sum().item()
@@ -143,8 +158,8 @@ def test_the_loss_is_a_plain_sum_over_blocks() -> None:
     head = some_head()
 
     def part(chosen: slice) -> Tensor:
-        assert slots.teacher is not None
-        own = Slots(slots.labels[chosen], slots.counted[chosen], slots.teacher[chosen])
+        labels, counted, teacher, at = slots
+        own = Slots(labels[chosen], counted[chosen], teacher, at[chosen])
         return loss_of_slots(hidden[chosen], own, head, MIXED, 40.0)[0]
 
     whole = part(slice(0, 10))
@@ -176,7 +191,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_grows_with_vocabulary_times_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk, vocab = 16, 2000
-    monkeypatch.setitem(objective.CHUNK_SLOTS, "cpu", chunk)
+    hold_at_once(chunk, monkeypatch, vocab)
     head = some_head(vocab)
 
     def largest(of: Callable[..., tuple[Tensor, Tensor]], blocks: int) -> int:
@@ -187,3 +202,37 @@ def test_no_tensor_grows_with_vocabulary_times_positions(monkeypatch: pytest.Mon
 
     assert largest(loss_of_slots, 200) == largest(loss_of_slots, 50) == chunk * vocab
     assert largest(eager_loss_of_slots, 50) == 50 * 4 * vocab  # the measure does see it
+
+
+class ScoredRows(TorchDispatchMode):
+    """Counts for how many states logits are computed."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self._vocab = vocab
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default and result.shape[-1] == self._vocab:
+            self.count += len(result)
+        return result
+
+
+def test_the_teacher_is_computed_once_for_each_position() -> None:
+    hidden, slots = some_slots(40, 6)
+    with ScoredRows(VOCAB) as scored:
+        loss_of_slots(hidden, slots, some_head(), MIXED, 1.0)
+    positions = slots.teacher_at[slots.counted]
+    assert scored.count == len(positions) + len(positions.unique())
+    assert len(positions.unique()) < 0.7 * len(positions)
+
+
+def test_chunks_are_counted_in_bytes() -> None:
+    small, large = (
+        target_weights.slots_per_chunk(torch.empty(vocab, 1)) for vocab in (49_152, 151_936)
+    )
+    assert small * 49_152 == pytest.approx(large * 151_936, rel=0.02)
+    assert target_weights.slots_per_chunk(torch.empty(10**9, 1, device="meta")) == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from leadout import shards
 from leadout.data.manifest import DataFolder
 from leadout.shards import Sample
 from leadout.train.config import TrainError
@@ -34,9 +35,22 @@ def read(samples: list[Sample], target: Path, folder: Path, **changes: Any) -> C
     return read_corpus(DataFolder(folder), target, small_config(**changes), TINY_VOCAB)
 
 
-def test_data_without_greedy_answers_is_rejected(target_folder: Path, tmp_path: Path) -> None:
+def test_packed_passes_are_not_compiled(make_run: MakeRun) -> None:
+    with pytest.raises(TrainError, match=r"--compile cannot be combined with --packing.* Omit one"):
+        make_run(compile=True, packing=True)
+
+
+def test_data_without_greedy_answers_is_validated_on_sampled_ones(
+    target_folder: Path, tmp_path: Path
+) -> None:
     samples = [sample(f"a/{n}#0/0", [n], temperature=0.7) for n in range(20)]
-    with pytest.raises(TrainError, match="has 20 samples to train on and 0 greedy ones"):
+    parts = read(samples, target_folder, tmp_path).split
+    assert (len(parts.train), len(parts.validation)) == (16, 4)
+
+
+def test_too_little_data_is_rejected(target_folder: Path, tmp_path: Path) -> None:
+    samples = [sample(f"a/{n}#0/0", [n]) for n in range(3)]
+    with pytest.raises(TrainError, match="has 3 samples to train on and 0 to hold out"):
         read(samples, target_folder, tmp_path)
 
 
@@ -61,6 +75,25 @@ def test_tokens_are_counted_over_training_answers_only(target_folder: Path, tmp_
     corpus = read([sample(f"a/{n}#0/0", [n]) for n in range(20)], target_folder, tmp_path)
     assert corpus.token_counts[7] == corpus.token_counts.sum() == 16 * 9
     assert corpus.lengths == [10] * 20
+
+
+def test_every_sample_is_parsed_once(
+    data: DataFolder, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    parse = shards._parse
+
+    def counted(line: bytes, where: str) -> Sample:
+        found = parse(line, where)
+        parsed.append(found.id)
+        return found
+
+    monkeypatch.setattr(shards, "_parse", counted)
+    corpus = read_corpus(data, target_folder, small_config(), TINY_VOCAB)
+    again = {sample_id for sample_id in parsed if parsed.count(sample_id) > 1}
+    training = {corpus.samples.facts[index].id for index in corpus.split.train}
+    assert set(parsed) > training
+    assert not again & training  # only what is left out of the counts is read again
 
 
 def test_mask_token_and_taps_are_chosen_from_target_and_data(

@@ -1,4 +1,4 @@
-"""The learning rate, which weights each optimizer updates, and checkpoints that survive a kill."""
+"""Master weights, and checkpoints that survive a kill."""
 
 from __future__ import annotations
 
@@ -6,40 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from leadout.train.config import TrainConfig
 from leadout.train.state import (
     BEST,
     MasterWeights,
     RunStatus,
-    learning_rate_at,
-    make_optimizers,
     read_status,
     save_best,
     save_state,
 )
 from support.small_runs import KilledError, MakeRun
-
-
-def test_learning_rate_warmup_and_decay() -> None:
-    config = TrainConfig(learning_rate=1.0, warmup=0.1)
-    rates = [learning_rate_at(step, 100, config) for step in range(100)]
-    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[55] == pytest.approx(0.5)
-    assert 0 < rates[99] < 0.001
-
-
-def test_only_matrices_have_weight_decay_and_muon() -> None:
-    weights = {"matrix": nn.Parameter(torch.ones(2, 3)), "norm": nn.Parameter(torch.ones(3))}
-    (adamw,) = make_optimizers(weights, TrainConfig(optimizer="adamw", weight_decay=0.1))
-    groups = {group["weight_decay"]: group["params"] for group in adamw.param_groups}
-    assert groups[0.1][0] is weights["matrix"]
-    assert groups[0.0][0] is weights["norm"]
-    muon, adam = make_optimizers(weights, TrainConfig(optimizer="muon"))
-    assert type(muon).__name__ == "Muon"
-    assert muon.param_groups[0]["params"][0] is weights["matrix"]
-    assert adam.param_groups[0]["params"][0] is weights["norm"]
-    assert adam.param_groups[0]["weight_decay"] == 0
 
 
 def test_small_updates_are_kept_by_the_master_weights() -> None:

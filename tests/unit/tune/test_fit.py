@@ -65,7 +65,8 @@ def test_without_noise_the_costs_are_exact() -> None:
 
 
 def test_noise_drift_and_outliers_change_the_costs_little() -> None:
-    errors = [relative_error(fit_steps(timings(seed)), k) for seed in range(20) for k in COUNTS]
+    laws = [fit_steps(timings(seed)) for seed in range(20)]
+    errors = [relative_error(law, k) for law in laws for k in COUNTS]
     assert max(map(abs, errors)) < 0.12
     assert abs(sum(errors) / len(errors)) < 0.02
 

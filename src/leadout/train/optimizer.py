@@ -1,0 +1,172 @@
+"""Optimizers of a run: AdamW, or Muon with its updates shared out over the ranks.
+
+Muon orthogonalizes the update of every matrix with a few Newton-Schulz iterations, which are most
+of its cost. With several ranks, each matrix is orthogonalized by one of them (chosen so that all
+have about the same work) and sent to the others; the momentum is cheap and stays where the weights
+are: a copy on every rank, or sharded like them. On CPUs the iterations are in float32: torch's are
+in bfloat16, which takes several times as long where the processor has no instructions for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW, Muon, Optimizer
+
+from leadout.train.config import TrainConfig
+from leadout.train.sharding import whole
+
+ADAM_BETAS = (0.9, 0.95)
+MUON_MOMENTUM = 0.95
+
+
+def make_optimizers(
+    weights: Mapping[str, nn.Parameter], config: TrainConfig, ranks: int = 1
+) -> list[Optimizer]:
+    """Separate groups for matrices and vectors: norms have no weight decay, Muon needs matrices."""
+    matrices = [weight for weight in weights.values() if weight.dim() == 2]
+    vectors = [weight for weight in weights.values() if weight.dim() != 2]
+    if config.optimizer == "adamw":
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return [AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS)]
+    settings: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "momentum": MUON_MOMENTUM,
+        "adjust_lr_fn": "match_rms_adamw",  # so that one learning rate fits both optimizers
+    }
+    on_cpu = all(weight.device.type == "cpu" for weight in matrices)
+    is_torchs = ranks == 1 and not on_cpu
+    muon = Muon(matrices, **settings) if is_torchs else SharedMuon(matrices, **settings)
+    adam = AdamW(vectors, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
+    return [muon, adam]
+
+
+class SharedMuon(Muon):
+    """Muon over all ranks of the process group, or on a CPU without one.
+
+    The weights are plain tensors with the same gradient on every rank, or sharded `DTensor`s.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        rank, ranks = 0, 1
+        if distributed.is_initialized():
+            rank, ranks = distributed.get_rank(), distributed.get_world_size()
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            owners = share_out([tuple(w.shape) for w in weights], ranks)
+            own: dict[int, Tensor] = {}
+            for number, (weight, owner) in enumerate(zip(weights, owners, strict=True)):
+                update = whole(self._with_momentum(weight, group))  # of all ranks, if sharded
+                if owner == rank:
+                    own[number] = update
+            changes = {number: _change(update, group) for number, update in own.items()}
+            for number, (weight, owner) in enumerate(zip(weights, owners, strict=True)):
+                change = changes.pop(number, None)
+                if change is None:
+                    change = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                if ranks > 1:
+                    distributed.broadcast(change, src=owner)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(_part(change, weight))
+
+    def _with_momentum(self, weight: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        state, gradient = self.state[weight], weight.grad
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum: Tensor = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def _change(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """What Muon adds to a weight for this update, without weight decay.
+
+    On GPUs it is a step of torch's Muon from zero, with the momentum left out.
+    """
+    if update.device.type == "cpu":
+        # The rate of "match_rms_adamw".
+        rate = group["lr"] * 0.2 * math.sqrt(max(update.shape))
+        return orthogonalized(update, group["ns_coefficients"], group["ns_steps"]).mul_(-rate)
+    change = nn.Parameter(torch.zeros_like(update))
+    change.grad = update
+    settings = {key: group[key] for key in ("lr", "ns_coefficients", "eps", "ns_steps")}
+    plain: Optimizer = Muon(
+        [change],
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn=group["adjust_lr_fn"],
+        **settings,
+    )
+    plain.step()
+    return change.detach()
+
+
+def orthogonalized(
+    update: Tensor, coefficients: tuple[float, float, float], iterations: int
+) -> Tensor:
+    """The Newton-Schulz iterations of Muon in float32: singular values come near 1.
+
+    Any shape [rows, columns]; computed with the shorter side first, where products are smaller.
+    """
+    linear, cubic, quintic = coefficients
+    is_tall = update.shape[0] > update.shape[1]
+    found = update.T.float() if is_tall else update.float()
+    found = found / found.norm().clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = found @ found.T  # [shorter, shorter]
+        found = torch.addmm(
+            found,
+            torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic),
+            found,
+            beta=linear,
+        )
+    return (found.T if is_tall else found).contiguous()
+
+
+def share_out(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[int]:
+    """The rank that orthogonalizes each matrix: the largest first, to the rank with least work."""
+    costs = [min(shape) ** 2 * max(shape) for shape in shapes]
+    work, owners = [0] * ranks, [0] * len(shapes)
+    for number in sorted(range(len(shapes)), key=lambda each: -costs[each]):
+        owners[number] = work.index(min(work))
+        work[owners[number]] += costs[number]
+    return owners
+
+
+def _part(change: Tensor, weight: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has, if the weight is sharded."""
+    if not isinstance(weight, DTensor):
+        return change
+    return distribute_tensor(change, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:
+    """The rate of step 0 to steps - 1: linear warmup, then cosine decay to zero."""
+    warmup = max(1, round(config.warmup * steps))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def sum_gradients_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
+    """All-reduce the gradients; the sum is exact because the loss has a fixed denominator."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    distributed.all_reduce(flat)
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

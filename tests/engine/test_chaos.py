@@ -1,0 +1,35 @@
+"""Live servers under faults: no answer changes, none is lost, all end on the pointer's version."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.chaos import FAULTS, Chaos, Pace
+from support.chaos_world import bare_answers, disk, make_target
+
+SECONDS = 1800.0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_faults_change_no_answer_and_lose_no_request(tmp_path: Path, run_engine: Any) -> None:
+    target = make_target(tmp_path / "target")
+    with run_engine(target, max_model_len=256, max_num_seqs=8) as llm:
+        expected = bare_answers(llm)
+    with disk(tmp_path, may_mount=True) as folder:
+        chaos = Chaos(tmp_path, folder, target, expected, Pace(slot=60, hold=15))
+        chaos.run(itertools.cycle(FAULTS), SECONDS)
+        samples, wrong = chaos.wrong_samples()
+    assert [each.fault for each in chaos.disturbances if each.lost] == [], chaos.disturbances
+    assert {each.fault for each in chaos.disturbances} == set(FAULTS)
+    assert all(each.answers > 0 for each in chaos.disturbances)
+    assert chaos.traffic.seen.changed == []
+    assert all(map(chaos.is_explained, chaos.traffic.seen.failures))
+    assert samples > 0
+    assert wrong == 0
+    assert chaos.growth != []
+    assert chaos.grown() == []

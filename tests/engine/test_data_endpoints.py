@@ -1,0 +1,95 @@
+"""`leadout data --endpoint` with a real vLLM server: the samples of an engine in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from leadout.cli.app import app
+from leadout.data.manifest import DataFolder
+from leadout.engine.server import Server, server_command
+from support.prompts import PROMPTS
+from support.tiny_chat import write_tiny_chat_target
+
+LENGTH = 300
+# On a CPU, vLLM 0.32 cannot sample with seeds while it computes prompts in chunks.
+SMALL = (
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(LENGTH)),
+    *("--max-num-seqs", "4", "--no-enable-chunked-prefill"),
+)
+SAMPLED = '{"top_k": 40, "repetition_penalty": 1.1}'
+FLAGS = (
+    *("--max-new-tokens", "24", "--max-length", str(LENGTH), "--concurrency", "4"),
+    *("--greedy-share", "0.5", "--sampling", SAMPLED, "--prompts", "self:3"),
+)
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_chat_target(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def run(target: Path, folder: Path) -> Run:
+    asked = folder / "asked.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "Short answers."},
+                {"role": "user", "content": f"{number}. {PROMPTS[number % 8]}"},
+                {"role": "user", "content": "And then?"},
+            ],
+            "chat_template_kwargs": {"enable_thinking": bool(number % 2)},
+        }
+        for number in range(10)
+    ]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(out: str, *flags: str) -> Result:
+        words = ["data", str(target), "--prompts", str(asked), "--out", str(folder / out)]
+        return CliRunner().invoke(app, [*words, *FLAGS, *flags])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def server(target: Path, folder: Path) -> Iterator[Server]:
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
+    command = server_command(target, SMALL)
+    with Server(command, log=folder / "server.log", environment=environment) as running:
+        yield running
+
+
+def test_a_server_gives_the_samples_of_the_engine(server: Server, run: Run, folder: Path) -> None:
+    served = run("served", "--endpoint", server.url)
+    assert served.exit_code == 0, served.output
+    assert f"{server.url}: " in served.stderr
+    here = run("here", "--dtype", "float32", "--", "--max-num-batched-tokens", str(LENGTH))
+    assert here.exit_code == 0, here.output
+    one, other = (DataFolder(folder / name) for name in ("served", "here"))
+    samples = list(one.samples())
+    assert len(samples) == 2 * 10 + 3
+    assert {sample.temperature for sample in samples} == {0.0, 0.6}
+    assert samples == list(other.samples())
+    assert one.manifests[0].failed == 0
+    assert one.manifests[0].counts == other.manifests[0].counts
+
+
+def test_a_server_of_another_target_or_length_is_refused(server: Server, run: Run) -> None:
+    other = run("other", "--endpoint", server.url, "--served-model", "other")
+    assert other.exit_code == 2
+    assert "expected other" in other.stderr
+    longer = run("longer", "--endpoint", server.url, "--max-length", "400")
+    assert longer.exit_code == 2
+    assert f"has --max-model-len {LENGTH}" in longer.stderr

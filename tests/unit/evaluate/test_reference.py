@@ -1,0 +1,91 @@
+"""Which targets are loaded for reference, and the scores of one that is served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leadout.dflash.target import Observation
+from leadout.evaluate import reference
+from leadout.evaluate.hidden_states import Indexed, LoadedTarget, load_model
+from leadout.evaluate.reference import ServedTarget, loaded_bytes, reference_target, why_not_loaded
+from leadout.evaluate.target_weights import TargetFiles, load_final_norm, load_target_weights
+
+TOKENS = [5, 6, 7, 8, 9, 10]
+
+
+class FakeServedStates:
+    """What servers would return, computed here."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.asked: list[list[int]] = []
+
+    def observe(self, sequences: Sequence[Indexed]) -> Observation:
+        self.asked += [sequence.tokens.tolist() for _, sequence in sequences]
+        return self._source.observe(sequences)
+
+
+def test_the_size_of_a_target_comes_from_its_files(target_folder: Path) -> None:
+    model = load_model(target_folder, torch.float32)
+    count = sum(each.numel() for each in model.parameters())
+    assert loaded_bytes(target_folder, torch.float32) == 4 * count
+    assert loaded_bytes(target_folder, torch.bfloat16) == 2 * count
+
+
+def test_a_small_dense_target_is_loaded(target_folder: Path) -> None:
+    assert why_not_loaded(target_folder, torch.float32) is None
+    with reference_target(target_folder, [1], torch.float32, longest=10) as found:
+        assert isinstance(found, LoadedTarget)
+
+
+def test_a_target_larger_than_memory_is_not_loaded(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "available_bytes", lambda: 1000)
+        assert "GiB" in (why_not_loaded(target_folder, torch.float32) or "")
+    # Nor one that is larger than the memory of the GPU it would run on.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 10**9))
+    assert why_not_loaded(target_folder, torch.float32, torch.device("cpu")) is None
+    assert "GiB" in (why_not_loaded(target_folder, torch.float32, torch.device("cuda")) or "")
+
+
+@pytest.mark.parametrize("section", ["", "text_config"])
+def test_a_quantized_target_is_not_loaded(tmp_path: Path, section: str) -> None:
+    quantized: dict[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
+    config = {section: quantized} if section else quantized
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert why_not_loaded(tmp_path, torch.float32) == "its weights are quantized"
+
+
+def test_a_served_target_has_the_scores_and_states_of_a_loaded_one(target_folder: Path) -> None:
+    loaded = LoadedTarget(load_model(target_folder, torch.float32))
+    states: Any = FakeServedStates(loaded.source([0, 1, 3]))
+    cpu = torch.device("cpu")
+    weights = load_target_weights(TargetFiles(target_folder), torch.float32, cpu)
+    served = ServedTarget(states, [0, 1, 3], weights)
+    for portion in (0, 2):
+        expected = loaded.next_logits(TOKENS, portion)
+        torch.testing.assert_close(served.next_logits(TOKENS, portion), expected)
+    assert states.asked == [TOKENS, TOKENS[:-2], TOKENS]  # the first portion fills the cache
+    sequence = reference.TrainingSequence("t", "s", torch.tensor(TOKENS), 1)
+    for mine, theirs in zip(
+        served.source([3, 1]).observe([(0, sequence)]),
+        loaded.source([3, 1]).observe([(0, sequence)]),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_final_norm_is_that_of_the_target(target_folder: Path) -> None:
+    model: Any = load_model(target_folder, torch.float32)
+    norm = load_final_norm(TargetFiles(target_folder), torch.float32, torch.device("cpu"))
+    assert type(norm) is type(model.model.norm)
+    states = torch.randn(3, model.config.hidden_size)
+    assert torch.equal(norm(states), model.model.norm(states))
