@@ -144,13 +144,17 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
-    """Our log lines, wherever vLLM's logging settings send them."""
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """Our log lines of any level, however vLLM or an earlier test has configured its loggers."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)
-    monkeypatch.setattr(logging.getLogger("vllm.leadout"), "handlers", [handler])
-    return records
+    logger = logging.getLogger("vllm.leadout")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    before = logger.level
+    logger.setLevel(logging.DEBUG)  # not by its attribute: loggers remember which levels are on
+    yield records
+    logger.setLevel(before)
 
 
 def config(method: str | None = "dflash") -> Any:

@@ -126,6 +126,8 @@ def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
 ) -> None:
     mixed, greedy = [0.0, 0.9, 0.0, 0.7], [0.0] * 4
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    # More than all requests need at once, so that seeds are kept: no prompt is computed in parts.
+    sizes["max_num_batched_tokens"] = 4096
     with run_engine(pair[0], **sizes) as llm:
         bare = [answers(llm, mixed), answers(llm, greedy), answers(llm, mixed, top_k=3)]
         # Beside a request that has chosen tokens, bare vLLM gives others -inf.

@@ -26,7 +26,7 @@ from leadout.engine.watch_record import WatchRecord, read_records, write_record
 from leadout.evaluate.blocks import split
 from leadout.learn.config import CycleSettings
 from leadout.learn.data import copy_newest, prompt_key
-from leadout.learn.prepare import CYCLE, CycleFile, WorkFolder
+from leadout.learn.work_folder import CYCLE, CycleFile, WorkFolder
 from leadout.registry import LAST, LEDGER, MANIFEST, POINTER, ExpectedAcceptance, Registry
 from leadout.sealed import Keys
 from leadout.shards import Sample, usable_samples

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from leadout.learn.prepare import CYCLE
+from leadout.learn.work_folder import CYCLE
 from leadout.train.run import WORK
 from support.learn_world import NEW, World, requests, start, write_capture
 from support.marker import Marker, files_with

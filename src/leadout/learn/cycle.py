@@ -34,7 +34,6 @@ from leadout.learn.gate import (
 )
 from leadout.learn.prepare import (
     Inputs,
-    WorkFolder,
     make_run,
     open_inputs,
     prepare,
@@ -48,6 +47,7 @@ from leadout.learn.report import (
     expected_acceptance,
     ledger_evidence,
 )
+from leadout.learn.work_folder import WorkFolder
 from leadout.models import fingerprint, last_part, local_folder
 from leadout.provenance import Provenance, RunStart
 from leadout.registry import Event, PointerMovedError, Registry, RegistryKey

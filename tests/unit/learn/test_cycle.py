@@ -22,8 +22,8 @@ from leadout.errors import StoppedError
 from leadout.learn.config import LearnConfig, LearnError, TooLittleTrafficError
 from leadout.learn.cycle import RECORD, learn, start_registry
 from leadout.learn.data import BASE, read_part
-from leadout.learn.prepare import WorkFolder
 from leadout.learn.report import LearnResult
+from leadout.learn.work_folder import WorkFolder
 from leadout.registry import Registry, RegistryError
 from leadout.shards import Sample
 from leadout.train.progress import read_log

@@ -8,7 +8,8 @@ import pytest
 
 from leadout.checkpoints import read_checkpoint
 from leadout.learn.config import CycleSettings, LearnConfig, LearnError
-from leadout.learn.prepare import WorkFolder, base_settings, require_learnable
+from leadout.learn.prepare import base_settings, require_learnable
+from leadout.learn.work_folder import WorkFolder
 from leadout.settings import SettingsError
 from leadout.train.init import reduce_draft_vocab
 from support.learn_world import World
