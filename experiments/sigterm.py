@@ -4,7 +4,8 @@ Each case starts the server that `leadout serve` with all parts becomes, with th
 Kubernetes example. Some clients send streams and plain requests one after the other; the server
 gets SIGTERM at a random moment, and the clients go on until it refuses them. A request that was
 sent before the signal must be answered to its last token. One that is sent afterwards may be
-refused: Kubernetes sends none any more by then (`preStop`).
+refused, or get no answer at all (vLLM takes requests until its engine has ended): Kubernetes sends
+none any more by then (`preStop`).
 
     python experiments/sigterm.py --out results/reliability/sigterm.json --work FOLDER
 
@@ -41,6 +42,7 @@ CASES, CLIENTS = 100, 6
 IN_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 TOKENS = (20, 240)  # of an answer, at random
 SECONDS_OF_LOAD = 1.5  # at most, from the first token of each client to the signal
+SILENT_SECONDS = 20.0  # without a byte, after which a client gives up
 # A connection that the system has accepted, but the server has not seen yet, may be closed unseen.
 UNSEEN_SECONDS = 0.1
 
@@ -55,6 +57,7 @@ class Request:
     received: int = 0
     reason: str | None = None
     error: str | None = None
+    is_silent: bool = False
     ended: float = 0.0
 
     @property
@@ -73,6 +76,7 @@ class Case:
     unseen: int = 0  # sent in the moment of the signal, and refused
     finished_before: int = 0
     refused_after: int = 0
+    silent_after: int = 0  # sent after the signal, taken, and never answered
     finished_after: int = 0  # sent after the signal, and answered nevertheless
     seconds_to_drain: float = 0.0
     seconds_to_end: float = 0.0
@@ -119,6 +123,7 @@ def summary(cases: list[Case]) -> dict[str, Any]:
         "sent_after_the_signal": {
             "refused": sum(case.refused_after for case in cases),
             "answered": sum(case.finished_after for case in cases),
+            "never_answered": sum(case.silent_after for case in cases),
         },
         "longest_drain_seconds": max(case.seconds_to_drain for case in cases),
         "longest_end_seconds": max(case.seconds_to_end for case in cases),
@@ -152,7 +157,8 @@ def judged(case: Case, requests: list[Request], signalled: float) -> Case:
             case.finished_before += 1
         elif each.sent > signalled:
             case.finished_after += each.is_whole
-            case.refused_after += not each.is_whole
+            case.silent_after += each.is_silent
+            case.refused_after += not (each.is_whole or each.is_silent)
         elif each.is_whole:
             case.running += 1
             case.finished += 1
@@ -186,6 +192,8 @@ class Client:
             self.requests.append(asked)
             try:
                 self._send(asked)
+            except TimeoutError:
+                asked.is_silent, asked.error = True, f"no byte in {SILENT_SECONDS:g} s"
             except (OSError, http.client.HTTPException, ValueError, KeyError) as problem:
                 asked.error = repr(problem)
             asked.ended = time.monotonic()
@@ -196,7 +204,9 @@ class Client:
         body |= {"max_tokens": asked.tokens, "ignore_eos": True, "return_token_ids": True}
         body |= {"temperature": self._draw.choice((0, 0.8)), "stream": asked.is_stream}
         assert self._url.hostname is not None
-        connection = http.client.HTTPConnection(self._url.hostname, self._url.port, timeout=300)
+        connection = http.client.HTTPConnection(
+            self._url.hostname, self._url.port, timeout=SILENT_SECONDS
+        )
         try:
             connection.request(
                 "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}

@@ -181,17 +181,13 @@ def run(
         os.close(reading)
         _be_traced(work, writing, expected, changes_only)
     os.close(writing)
-    try:
-        found = _Tracer(child, folder, decide, share).trace()
-        with os.fdopen(reading, encoding="utf-8") as pipe:
-            lines = pipe.read().split("\n")
-        found.said, last = lines[:-1], lines[-1]
-        if found.ending in ("raised", "crashed"):
-            found.error = last.replace("\0", "\n")
-        return found
-    finally:
-        with suppress(OSError):
-            os.killpg(child, signal.SIGKILL)  # processes that the child has started
+    found = _Tracer(child, folder, decide, share).trace()
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        lines = pipe.read().split("\n")
+    found.said, last = lines[:-1], lines[-1]
+    if found.ending in ("raised", "crashed"):
+        found.error = last.replace("\0", "\n")
+    return found
 
 
 def _be_traced(
@@ -226,7 +222,10 @@ def _say(pipe: int, text: str) -> None:
 
 
 class _Tracer:
-    """The parent's part: decides at every counted call."""
+    """The parent's part: decides at every counted call.
+
+    It goes on until all that the child has started has ended too.
+    """
 
     def __init__(self, child: int, folder: Path, decide: Decide, share: float) -> None:
         self._child, self._decide, self._share = child, decide, share
@@ -238,20 +237,28 @@ class _Tracer:
         _wait(self._child)  # it has stopped itself
         _ptrace(_SETOPTIONS, self._child, 0, _OPTIONS)
         _ptrace(_CONT, self._child)
-        while True:
-            task, status = os.waitpid(-self._child, _WALL)
+        while self._known:
+            # Of any process group: what the child has started may have left its group.
+            task, status = os.waitpid(-1, _WALL)
             if os.WIFSTOPPED(status):
                 self._go_on(task, status)
-            elif task == self._child:
+                continue
+            self._known.discard(task)
+            if task == self._child:
                 self._run.ending = _ending(status)
-                return self._run
+                with suppress(ProcessLookupError):
+                    os.killpg(task, signal.SIGKILL)  # others of its group; those outside may go on
+        return self._run
 
     def _go_on(self, task: int, status: int) -> None:
         number, event = os.WSTOPSIG(status), status >> 16
         is_new = task not in self._known
         self._known.add(task)
         with suppress(ProcessLookupError):  # killed meanwhile
-            if event == _EVENT_SECCOMP and (self._share == 1 or random.random() < self._share):
+            is_counted = self._child in self._known and (
+                self._share == 1 or random.random() < self._share
+            )
+            if event == _EVENT_SECCOMP and is_counted:
                 self._at_call(task)
             deliver = event == 0 and not is_new and number not in (signal.SIGSTOP, signal.SIGTRAP)
             _ptrace(_CONT, task, 0, number if deliver else 0)
