@@ -47,6 +47,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "live": result_tables.live,
     "live-useless": result_tables.live_useless,
     "reliability": reliability_tables.classes,
+    "reliability-commands": reliability_tables.commands,
     "learn-run": learn_tables.run,
     "learn-sets": learn_tables.sets,
     "learn-gate": learn_tables.gate,

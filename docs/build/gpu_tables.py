@@ -30,9 +30,9 @@ def plain() -> str:
 
 
 def differences() -> str:
-    """By way to start, what differs from plain vLLM."""
+    """What differs from plain vLLM, once for all ways to start in which the same differs."""
     rows = [row for row in result("gpu/resolution.json")["rows"] if "compared_with" in row]
-    lines = []
+    modes: dict[str, list[str]] = {}  # by what differs
     for mode in dict.fromkeys(row["mode"] for row in rows):
         here = [row for row in rows if row["mode"] == mode]
         refused = {row["refused"].replace("\n", " ") for row in here if "refused" in row}
@@ -44,8 +44,9 @@ def differences() -> str:
         for (field, reason), gpus in fields.items():
             where = "" if len(gpus) == len(here) else f" ({', '.join(gpus)})"
             said.append(f"{FIELDS[field]}{where}: {reason}")
-        lines.append((f"`{mode}`", "; ".join(said) or "nothing"))
-    return table(("way to start", "differs from plain vLLM in"), lines)
+        modes.setdefault("; ".join(said) or "nothing", []).append(f"`{mode}`")
+    lines = [(", ".join(names), what) for what, names in modes.items()]
+    return table(("ways to start", "differ from plain vLLM in"), lines)
 
 
 def gaps() -> str:

@@ -1,10 +1,12 @@
 """Committed figures and tables equal what docs/build generates from the results."""
 
+import shlex
 from pathlib import Path
 
 import draw_figures
 import fill_docs
 import pytest
+import reliability_tables
 
 from support.models import ROOT
 
@@ -49,3 +51,34 @@ def test_a_changed_number_is_replaced() -> None:
     changed = page.replace("| tuned | 1", "| tuned | 9")
     assert changed != page
     assert fill_docs.filled(path, changed) == page
+
+
+def test_the_reliability_page_has_each_command_once_whatever_the_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = ["python", "experiments/a.py", "--faults", *["disk full"] * 12, "--out", "a.json"]
+    files = {
+        "a.json": {"provenance": {"command": shlex.join(long)}},
+        "b.json": {"provenance": {"command": "python experiments/b.py --out b.json"}},
+    }
+    names = {"one": "a.json", "two": "b.json", "three": "a.json"}
+    rows = [
+        {"name": name, "cases": 1000, "lost": 0, "command": "not shown", "result": file}
+        for name, file in names.items()
+    ]
+    made = {"faults.json": {"classes": rows}, **files}
+    monkeypatch.setattr(
+        reliability_tables, "result", lambda name: made[name.removeprefix("reliability/")]
+    )
+    _, _, *lines = reliability_tables.classes().splitlines()
+    link = "({root}results/reliability/"
+    assert lines == [
+        f"| One | 1,000 | 0 | [a.json]{link}a.json) |",
+        f"| Two | 1,000 | 0 | [b.json]{link}b.json) |",
+        f"| Three | 1,000 | 0 | [a.json]{link}a.json) |",
+    ]
+    block = reliability_tables.commands()
+    assert max(map(len, block.splitlines())) <= reliability_tables.WIDTH
+    assert "--out a.json" in block
+    first, second = block.replace("\\\n", "").splitlines()[1:-1]
+    assert [shlex.split(first), second] == [long, files["b.json"]["provenance"]["command"]]
