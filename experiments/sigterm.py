@@ -42,7 +42,8 @@ CASES, CLIENTS = 100, 6
 IN_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 TOKENS = (20, 240)  # of an answer, at random
 SECONDS_OF_LOAD = 1.5  # at most, from the first token of each client to the signal
-SILENT_SECONDS = 20.0  # without a byte, after which a client gives up
+# Without a byte, after which a client gives up; sooner if it was sent after the signal.
+SILENT_SECONDS, SILENT_SECONDS_AFTER = 60.0, 3.0
 # A connection that the system has accepted, but the server has not seen yet, may be closed unseen.
 UNSEEN_SECONDS = 0.1
 
@@ -144,6 +145,8 @@ def run_case(server: Server, seed: int) -> Case:
         os.kill(server.processes[0], signal.SIGTERM)
         signalled = time.monotonic()
         for client in clients:
+            client.silent_seconds = SILENT_SECONDS_AFTER
+        for client in clients:
             client.thread.join()
             requests += client.requests
         code = server.wait_until_ended(300)
@@ -181,6 +184,7 @@ class Client:
     def __init__(self, server: Server, seed: int) -> None:
         self.requests: list[Request] = []
         self.has_token = threading.Event()
+        self.silent_seconds = SILENT_SECONDS
         self._url, self._draw = urlsplit(server.url), random.Random(seed)
         self.thread = threading.Thread(target=self._run)
 
@@ -193,7 +197,7 @@ class Client:
             try:
                 self._send(asked)
             except TimeoutError:
-                asked.is_silent, asked.error = True, f"no byte in {SILENT_SECONDS:g} s"
+                asked.is_silent, asked.error = True, "no answer"
             except (OSError, http.client.HTTPException, ValueError, KeyError) as problem:
                 asked.error = repr(problem)
             asked.ended = time.monotonic()
@@ -205,7 +209,7 @@ class Client:
         body |= {"temperature": self._draw.choice((0, 0.8)), "stream": asked.is_stream}
         assert self._url.hostname is not None
         connection = http.client.HTTPConnection(
-            self._url.hostname, self._url.port, timeout=SILENT_SECONDS
+            self._url.hostname, self._url.port, timeout=self.silent_seconds
         )
         try:
             connection.request(
