@@ -32,12 +32,13 @@ REQUESTS, SEED, CLIENTS = 2000, 2026, 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--work", type=Path, help="new folder to keep logs and captured traffic in")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     alone = len(odd_requests(0, SEED))
     requests = odd_requests(arguments.requests - alone, SEED)
     with tempfile.TemporaryDirectory() as folder:
-        world = FullServer(Path(folder))
+        world = FullServer(arguments.work or Path(folder))
         with world.bare_server() as server:
             bare = plain_answers(server.url)
         answers: list[Answer] = []
@@ -47,9 +48,8 @@ def main() -> None:
             for answer in track(send_all(server.url, requests, CLIENTS), total=len(requests)):
                 answers.append(answer)
             seconds = time.monotonic() - started
-            with urllib.request.urlopen(f"{server.url}/health", timeout=60) as response:
-                is_healthy = response.status == 200
-            after = plain_answers(server.url)
+            is_healthy = is_well(server.url)
+            after = plain_answers(server.url) if is_healthy else [[]] * len(bare)
         log = server.log.read_text()
         captured = sum(1 for path in segment_paths(world.capture) for _ in read_shard(path))
     changed = sum(one != other for one, other in zip(before + after, bare + bare, strict=True))
@@ -71,6 +71,14 @@ def main() -> None:
         "lost_requests": lost(answers)[:10],
     }
     write_result(arguments.out, result)
+
+
+def is_well(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":
