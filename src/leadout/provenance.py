@@ -172,7 +172,7 @@ def _git(*arguments: str) -> str | None:
             env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -39,7 +39,7 @@ VERDICTS = (0, 1, 3)
 
 
 @pytest.mark.nightly  # each starts several engines
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_of_any_kind_gets_a_drafter(kind: str, tmp_path: Path) -> None:
     target = write_tiny_target(tmp_path / "target", kind)
@@ -61,7 +61,7 @@ def test_a_target_of_any_kind_gets_a_drafter(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "leadout", "serve", str(target), "--draft", str(drafter)]
     log = tmp_path / "server.log"
     with Server([*command, *SERVE], log=log) as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=480)
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=900)
         answer = client.completions.create(
             model="tiny", prompt=[5, 9, 2, 44, 7], max_tokens=16, temperature=0.0
         )

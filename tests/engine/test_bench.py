@@ -23,11 +23,12 @@ from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
 K = TINY_DRAFTER.max_draft_tokens
 TOKENS, CONCURRENCIES, ROUND_COUNT = 12, (1, 4), 3
+SECONDS = 1.5  # a busy machine needs a part of them for a single step
 ARMS = ("bare", "bare-again", "fixed")
 KILLED_AFTER = 3  # measurements: one round
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Servers run as users run them, and log which plugins they load.
-pytestmark = pytest.mark.timeout(3600)  # three servers
+pytestmark = pytest.mark.timeout(7200)  # three servers
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "DEBUG",
@@ -61,13 +62,20 @@ def story(tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> Story:
     words = [sys.executable, "-m", "leadout", "bench", str(target), "--draft", str(drafter)]
     words += ["--prompts", str(folder / "words.jsonl"), "--out", str(folder / "out")]
     words += [word for c in CONCURRENCIES for word in ("--concurrency", str(c))]
-    words += ["--rounds", str(ROUND_COUNT), "--seconds", "0.5", "--output-tokens", str(TOKENS)]
+    words += [
+        "--rounds",
+        str(ROUND_COUNT),
+        "--seconds",
+        str(SECONDS),
+        "--output-tokens",
+        str(TOKENS),
+    ]
     words += ["--turns", "slices"]
     words += ["--json", "--resume", "--", "--dtype", "float32", "--max-model-len", "256"]
     killed, left = _kill_on_its_way(words, folder / "out" / ROUNDS) if nightly else ([], [])
     before = RoundsFile(folder / "out").read()
     ended = subprocess.run(
-        words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=2400
+        words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=6600
     )
     # A few tokens of a tiny model on a busy machine: the measured speed-up may be anything.
     assert ended.returncode in (SUCCESS, NEGATIVE, UNDECIDED), ended.stderr
@@ -85,7 +93,7 @@ def _kill_on_its_way(words: list[str], rounds: Path) -> tuple[list[Process], lis
     family = family_of(run.pid)
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    return family, wait_until_gone(family, seconds=240)
+    return family, wait_until_gone(family, seconds=600)
 
 
 @pytest.mark.nightly  # of a bench; those of one server: test_server_end.py
@@ -124,7 +132,7 @@ def test_every_cell_has_its_rounds_and_its_speedup(story: Story) -> None:
 def test_all_servers_run_for_the_same_time_in_slices(story: Story) -> None:
     """A busy machine ends slices late, but those of all servers."""
     measured = RoundsFile(story.out).read()
-    assert min(each.load.seconds for each in measured) >= 0.49  # two slices of a quarter
+    assert min(each.load.seconds for each in measured) >= 0.99 * SECONDS
     usual = [median(each.load.seconds for each in measured if each.cell.arm == arm) for arm in ARMS]
     assert max(usual) < 2 * min(usual)
 
@@ -156,7 +164,7 @@ def test_the_report_opens_in_a_browser_with_all_charts(story: Story) -> None:
         [browser, "--headless", "--no-sandbox", "--dump-dom", page],
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=900,
     )
     # Means, the one set, acceptance, latency at each concurrency.
     assert shown.stdout.count('<svg class="chart"') == 3 + len(CONCURRENCIES)

@@ -260,7 +260,7 @@ class World:
             for start in range(len(sample.prompt))
         )
 
-    def wait_for(self, name: str, seconds: float = 120) -> None:
+    def wait_for(self, name: str, seconds: float = 600) -> None:
         """Requests are written in the order in which they end."""
         deadline = time.monotonic() + seconds
         while not (self.capture.is_dir() and self.has(name)):
@@ -283,7 +283,7 @@ def send(server: Server, path: str, body: dict[str, Any], **headers: str) -> Non
     data = json.dumps(body).encode()
     fields = {"Content-Type": "application/json", **headers}
     request = urllib.request.Request(server.url + path, data, fields)
-    with urllib.request.urlopen(request, timeout=240) as response:
+    with urllib.request.urlopen(request, timeout=900) as response:
         response.read()
 
 

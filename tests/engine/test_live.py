@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,14 +133,17 @@ def live(engine: Open, pair: tuple[Path, Path]) -> Open:
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Our log lines, wherever vLLM's logging settings send them."""
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Our log lines, however vLLM or an earlier test has configured its loggers."""
     found: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: found.append(record.getMessage()))
-    monkeypatch.setattr(logging.getLogger("vllm.leadout"), "handlers", [handler])
-    monkeypatch.setattr(logging.getLogger("vllm.leadout"), "level", logging.INFO)
-    return found
+    logger = logging.getLogger("vllm.leadout")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    before = logger.level
+    logger.setLevel(logging.INFO)  # not by its attribute: loggers remember which levels are on
+    yield found
+    logger.setLevel(before)
 
 
 def scheduler_of(llm: Any) -> Any:

@@ -48,7 +48,7 @@ def complete(server: Server, prompts: list[str], **more: Any) -> list[str]:
 
 
 def metrics(server: Server) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=900) as response:
         lines = response.read().decode().splitlines()
     rows = [line for line in lines if line.startswith(("leadout:", "vllm:spec_decode_num_draft"))]
     return {row.partition("{")[0]: float(row.rpartition(" ")[2]) for row in rows}
@@ -77,7 +77,7 @@ def test_live_control_is_seen_and_steered_from_outside(server: Server) -> None:
 def test_rules_and_dashboard_ask_for_what_a_server_has(server: Server) -> None:
     time.sleep(1.1)  # live control writes its numbers once a second
     complete(server, first_turns("gsm8k", 4))
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=900) as response:
         lines = response.read().decode().splitlines()
     shown = {line.partition("{")[0] for line in lines if not line.startswith("#")}
     with_capture = {f"{family.name}_total" for family in capture_families()}

@@ -20,7 +20,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from leadout.engine import metrics
 from leadout.engine.capture import CaptureCounters
-from leadout.engine.counters import small_file, write_small
+from leadout.engine.counters import WINDOW_SECONDS, small_file, write_small
 from leadout.engine.live import LiveMetrics, live_metrics_file
 from leadout.engine.metrics import AcceptanceWatch
 from leadout.engine.plugin import SWITCH
@@ -86,7 +86,7 @@ def complete(server: Server, prompts: list[str], tokens: int) -> None:
 
 
 def scrape(server: Server) -> Samples:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=900) as response:
         return parse(response.read().decode())
 
 
@@ -99,14 +99,21 @@ def test_stock_vllm_is_warned_of_requests_that_end_it_on_cpus(server: Server) ->
 def test_gauges_agree_with_vllms_counters(server: Server) -> None:
     before = scrape(server)
     assert not [name for name, *_ in before if name.startswith("leadout:")]
-
-    start = time.monotonic()
-    complete(server, first_turns("gsm8k", 4), tokens=16)
-    samples = scrape(server)
-    assert time.monotonic() - start < 59, "too slow: the window has lost what the counters hold"
+    for _ in range(5):
+        start = time.monotonic()
+        complete(server, first_turns("gsm8k", 4), tokens=16)
+        samples = scrape(server)
+        is_in_time = time.monotonic() - start < WINDOW_SECONDS - 1
+        if is_in_time:
+            break
+        # The window has lost a part: again, once it has lost the rest.
+        time.sleep(WINDOW_SECONDS + 1)
+        before = scrape(server)
+    assert is_in_time, "too slow: the window has lost what the counters hold"
 
     def counter(name: str, *position: str) -> float:
-        return samples[f"vllm:spec_decode_num_{name}_total", "smollm2", "0", *position]
+        key = (f"vllm:spec_decode_num_{name}_total", "smollm2", "0", *position)
+        return samples[key] - before.get(key, 0.0)
 
     drafts = counter("drafts")
     assert drafts > 0
@@ -123,7 +130,7 @@ def test_gauges_agree_with_vllms_counters(server: Server) -> None:
 
 def test_low_acceptance_is_logged_once(server: Server) -> None:
     prompts = first_turns("mt_bench", CONCURRENCY)
-    for _ in range(4):
+    for _ in range(20):
         complete(server, prompts, tokens=32)
         if WARNING in server.log.read_text():
             break

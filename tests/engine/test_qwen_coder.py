@@ -19,7 +19,7 @@ from support.models import cached_qwen_coder
 from support.processes import leadout
 from support.prompts import PROMPTS
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 
 VOCABULARY = 151_936
 LENGTH, NEW_TOKENS, DRAFTED = 128, 24, 48

@@ -15,7 +15,7 @@ from leadout.engine.child_process import EngineError
 from leadout.engine.server import Server, server_command
 from support.models import ROOT, tiny_llama
 from support.ops_files import shutdown_timeout
-from support.processes import family_of, wait_until_gone
+from support.processes import family_of, new_processes, wait_until_gone
 from support.tiny_chat import tiny_tokenizer
 
 
@@ -24,7 +24,7 @@ def test_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) ->
     failing = Server(server_command(tmp_path / "no-such-model", []), log=tmp_path / "log")
     with pytest.raises(EngineError, match="no-such-model"), failing:
         pass
-    assert family_of(os.getpid()) == before
+    assert new_processes(before) == []
 
 
 def test_killing_the_test_run_leaves_no_server_behind(smollm2: Path, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_killing_the_test_run_leaves_no_server_behind(smollm2: Path, tmp_path: P
         stderr=subprocess.STDOUT,
     )
     log = tmp_path / "run" / "bare0" / "server.log"
-    deadline = time.monotonic() + 1200
+    deadline = time.monotonic() + 1800
     while not (log.exists() and "Application startup complete" in log.read_text()):
         assert run.poll() is None, "the inner test run ended before its server was up"
         assert time.monotonic() < deadline, "the inner server did not come up"
@@ -48,7 +48,7 @@ def test_killing_the_test_run_leaves_no_server_behind(smollm2: Path, tmp_path: P
     assert any("EngineCore" in process.command for process in family), family
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert wait_until_gone(family, seconds=240) == []
+    assert wait_until_gone(family, seconds=600) == []
 
 
 def test_a_running_request_is_finished_after_sigterm(tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_a_running_request_is_finished_after_sigterm(tmp_path: Path) -> None:
                     tokens += len(choice["token_ids"] or [])
                     reason = choice["finish_reason"]
         assert (tokens, reason, is_done) == (400, "length", True)
-        server.wait_until_ended(480)
+        server.wait_until_ended(600)

@@ -45,7 +45,7 @@ def test_a_server_swaps_to_a_version_on_s3(s3_url: str, tmp_path: Path) -> None:
         before = answer(server.url, prompt, 48)
         publish(registry, target, tmp_path, seed=1, parent=1)
         registry.point_to(2, "better")
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not any(entry.event == "swapped" for entry in registry.ledger()):
             assert time.monotonic() < deadline, (tmp_path / "server.log").read_text()[-4000:]
             time.sleep(0.5)

@@ -20,7 +20,7 @@ from leadout.checkpoints.widen import widen_heads
 from support.models import ROOT
 from support.shipped_drafter import SHIPPED
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from support.version_registry import WEIGHTS, publish, with_nan
 
 CLIENTS = 8
 UNREACHABLE = 3.5  # tokens per step; a random drafter is far below
-SECONDS_TO_ROLL_BACK = 240.0
+SECONDS_TO_ROLL_BACK = 900.0
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ ONE_THREAD = {
 }
 # Two tokens that are closer to each other than this may change places with the size of a batch.
 MIN_GAP = 1e-3
-STARTUP_SECONDS = 600.0
+STARTUP_SECONDS = 1200.0
 TESTS = ROOT / "tests"
 
 

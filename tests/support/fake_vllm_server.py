@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
@@ -26,9 +27,10 @@ class FakeVllmServer:
         self.broken: set[int] = set()  # lengths of prompts that end with 500
         self.is_hanging = threading.Event()  # nothing is answered, connections stay open
         self.is_dead = threading.Event()  # connections are closed without an answer
+        self.is_over = threading.Event()  # the block has ended
         self.dies_after: int | None = None  # completions
         self.hangs_after: int | None = None
-        self.seconds = 0.0  # for a completion
+        self.is_open: Callable[[], bool] = lambda: True  # until then completions wait
         self.without_token_ids = False
         self.has_tokenize = True
         self.pages: set[str] = set()  # paths that are answered with a web page
@@ -54,6 +56,7 @@ class FakeVllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.is_hanging.clear()
+        self.is_over.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -62,7 +65,8 @@ class FakeVllmServer:
             self.running += 1
             self.max_running = max(self.running, self.max_running)
         try:
-            time.sleep(self.seconds)
+            while not self.is_open() and not self.is_over.is_set():
+                time.sleep(0.01)
             with self.lock:
                 if self.failing:
                     self.failing -= 1

@@ -97,7 +97,7 @@ class Sandbox:
                 os.kill(process.pid, signal.SIGKILL if is_kill else signal.SIGINT)
             code = process.wait(seconds)
         assert code in codes, log.read_text()[-3000:]
-        self._wait_for_remover(work, seconds=60)
+        self._wait_for_remover(work, seconds=600)
         found, searched = files_with(MARKERS, [self.folder], [self.traffic])
         return Ended(code, log.read_text(), searched, found, text_in(work))
 

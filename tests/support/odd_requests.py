@@ -23,7 +23,7 @@ from support.models import TINY_VOCAB as VOCAB
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ABORTED = "aborted"
 CONTRADICTION = "grammar with other constraints"
-SECONDS = 600.0  # for an answer; one that takes longer is lost
+SECONDS = 900.0  # for an answer; one that takes longer is lost
 
 MAX_LENGTH = 256  # --max-model-len of the server
 STEP_TOKENS = 64  # --max-num-batched-tokens: longer prompts are computed in parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -36,6 +37,11 @@ def family_of(pid: int) -> list[Process]:
     """The living processes that come from `pid`, itself included."""
     seen = [_look_at(member) for member in (pid, *descendants(pid))]
     return [process for process in seen if process is not None]
+
+
+def new_processes(before: list[Process]) -> list[Process]:
+    """Those of this process that are not among the earlier ones, which may end at any time."""
+    return [process for process in family_of(os.getpid()) if process not in before]
 
 
 def wait_until_gone(processes: list[Process], seconds: float) -> list[Process]:

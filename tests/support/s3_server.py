@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 KEY, SECRET = "leadout", "leadout-secret"
 BUCKET = "drafters"
-START_SECONDS = 240.0  # ten on a quiet machine
+START_SECONDS = 900.0  # ten on a quiet machine
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,16 @@ def _end_with_parent() -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports for SeaweedFS, which also uses each plus 10000 for gRPC."""
+    """Ports for SeaweedFS, which also uses each plus 10000 for gRPC.
+
+    Both are below the ports that Linux gives to outgoing connections.
+    """
     with ExitStack() as held:
         found: list[int] = []
         while len(found) < count:
             with suppress(OSError, OverflowError):
                 first = held.enter_context(socket.socket())
-                first.bind(("127.0.0.1", 10000 + secrets.randbelow(20000)))
+                first.bind(("127.0.0.1", 10000 + secrets.randbelow(12000)))
                 second = held.enter_context(socket.socket())
                 second.bind(("127.0.0.1", first.getsockname()[1] + 10000))
                 found.append(first.getsockname()[1])
@@ -124,7 +127,7 @@ def _make_bucket(process: subprocess.Popen[bytes], port: int, log: Path) -> None
         region_name=environment["AWS_REGION"],
         aws_access_key_id=KEY,
         aws_secret_access_key=SECRET,
-        config=Config(connect_timeout=5, read_timeout=30, retries={"total_max_attempts": 1}),
+        config=Config(connect_timeout=30, read_timeout=60, retries={"total_max_attempts": 1}),
     )
     deadline = time.monotonic() + START_SECONDS
     while True:
@@ -161,7 +164,7 @@ class FakeNetwork:
         """Of `S3Storage`, to go this way and to give up soon."""
         return {
             "endpoint_url": f"http://127.0.0.1:{self.port}",
-            "config_kwargs": {"read_timeout": 5, "retries": {"total_max_attempts": 1}},
+            "config_kwargs": {"read_timeout": 20, "retries": {"total_max_attempts": 1}},
         }
 
     def set_mode(self, mode: Literal["pass", "503", "hang"]) -> None:

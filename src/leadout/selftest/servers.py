@@ -55,6 +55,7 @@ PARTS = (REGISTRY, LIVE, CAPTURE)
 FIRST, CHANGED = 1, 2  # versions of the drafter: as it is, and with a final norm of the other sign
 # vLLM logs statistics of CUDA graphs at these intervals, and the table only at this level.
 LOG_SECONDS = 1.0
+ANSWER_SECONDS = 600.0  # for one request, also while a large model is slow
 _LOGGING = {"VLLM_LOG_STATS_INTERVAL": f"{LOG_SECONDS:g}", "VLLM_LOGGING_LEVEL": "INFO"}
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
 _GRAPH_METRICS = "--cudagraph-metrics"
@@ -318,7 +319,7 @@ class TestedServer:
     ) -> Any:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         async with (
-            asyncio.timeout(120),
+            asyncio.timeout(ANSWER_SECONDS),
             self._session.request(
                 method, self._server.url + path, json=body, headers=headers
             ) as response,

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from control_simulator.traffic import MACHINES
@@ -219,7 +219,7 @@ any_costs = st.lists(st.floats(0.5, 2.0), min_size=FEW_DRAFTS + 1, max_size=FEW_
 
 
 @given(st.lists(probabilities, min_size=1, max_size=3), any_costs, any_costs, any_costs)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_other_choice_has_a_higher_throughput(
     requests: list[list[float]], uniform: list[float], mixed: list[float], draft: list[float]
 ) -> None:

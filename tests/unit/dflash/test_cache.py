@@ -69,7 +69,9 @@ STEPS = st.lists(
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=STEPS, seed=st.integers(0, 2**16))
 def test_any_history_equals_recomputation(drafter: Drafter, steps: list[Any], seed: int) -> None:

@@ -1,7 +1,7 @@
 """Visibility at decode time, against the definition written out pair by pair."""
 
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leadout.dflash.config import LayerAttention
@@ -20,6 +20,7 @@ def may_look(layer: LayerAttention, query: int, key: int) -> bool:
     return earliest <= key <= latest
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     layer=LAYERS,
     lengths=st.lists(st.integers(0, 15), min_size=1, max_size=4),

@@ -26,6 +26,7 @@ from leadout.engine.vllm_adapter import RequestStatus
 from leadout.shards import Sample, read_shard
 
 KEEP_ALL = load_redactor(None)
+CLOSE_SECONDS = 600.0  # to write all that is queued, also on a busy machine
 
 
 def start(folder: Path, *, rate: float = 1.0, redact: Redactor = KEEP_ALL) -> Capture:
@@ -42,7 +43,7 @@ def test_a_request_becomes_a_sample(tmp_path: Path) -> None:
     capture = start(tmp_path)
     for number in (1, 2):
         capture.offer(finished(number))
-    capture.close()
+    capture.close(CLOSE_SECONDS)
     (path,) = segment_paths(tmp_path / "capture")
     first, second = (sample for _, sample in read_shard(path))
     assert (first.prompt, first.response) == ([1, 2], [3, 4, 5])
@@ -57,14 +58,14 @@ def test_the_rate_is_the_fraction_of_requests_and_stable_for_an_id(tmp_path: Pat
     sampled = [capture.is_sampled(f"cmpl-{number}") for number in range(4000)]
     assert 850 < sum(sampled) < 1150
     assert sampled == [capture.is_sampled(f"cmpl-{number}") for number in range(4000)]
-    capture.close()
+    capture.close(CLOSE_SECONDS)
 
 
 def test_an_offer_never_waits_for_a_stuck_writer(tmp_path: Path) -> None:
     stuck = threading.Event()
 
     def wait(prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        stuck.wait(60)
+        stuck.wait(600)
         return prompt, response
 
     capture = start(tmp_path, redact=wait)
@@ -72,10 +73,10 @@ def test_an_offer_never_waits_for_a_stuck_writer(tmp_path: Path) -> None:
     offered = MAX_QUEUED + 500
     for number in range(offered):
         capture.offer(finished(number))
-    assert time.perf_counter() - started < 15  # it did not wait, not even for one of them
+    assert time.perf_counter() - started < 120  # it did not wait, not even for one of them
     assert capture.counters.too_slow >= 499
     stuck.set()
-    capture.close()
+    capture.close(CLOSE_SECONDS)
     assert capture.counters.captured + capture.counters.too_slow == offered
 
 
@@ -87,9 +88,9 @@ def test_disk_errors_are_counted_and_logged_once(
     capture = start(tmp_path)
     for number in range(50):
         capture.offer(finished(number))
-    time.sleep(1.5)
-    assert read_small(tmp_path / "counters.json", CaptureCounters) == CaptureCounters(disk=50)
-    capture.close()
+    counters = tmp_path / "counters.json"
+    wait_until(lambda: read_small(counters, CaptureCounters) == CaptureCounters(disk=50))
+    capture.close(CLOSE_SECONDS)
     (line,) = leadout_log
     assert "drops requests" in line
     assert "Serving goes on" in line
@@ -106,7 +107,7 @@ def test_a_redactor_can_change_or_drop_a_request_and_its_failure_drops_it(tmp_pa
     capture = start(tmp_path, redact=redact)
     for number, prompt in enumerate(([1, 2], [13], [14])):
         capture.offer(FinishedRequest(str(number), prompt, [3], 0.0))
-    capture.close()
+    capture.close(CLOSE_SECONDS)
     (path,) = segment_paths(tmp_path / "capture")
     assert [sample.prompt for _, sample in read_shard(path)] == [[0, 0]]
     assert capture.counters == CaptureCounters(captured=1, redacted=2)
@@ -120,7 +121,7 @@ def test_a_redactor_that_returns_text_does_not_bring_it_into_the_log(
 
     capture = start(tmp_path, redact=returns_text)
     capture.offer(finished())
-    capture.close()
+    capture.close(CLOSE_SECONDS)
     (line,) = leadout_log
     assert "the redactor returned 1 wrong values" in line
     assert "private" not in line
@@ -141,7 +142,7 @@ def test_an_unexpected_error_drops_a_request_and_not_the_thread(
     wait_until(lambda: capture.counters.disk == 1)
     capture._writer.add, capture._retry_at = good, 0.0  # type: ignore[method-assign]
     capture.offer(finished(2))
-    capture.close()
+    capture.close(CLOSE_SECONDS)
     assert capture.counters == CaptureCounters(captured=1, disk=1)
     (line,) = leadout_log
     assert "ValueError: config.json is being replaced" in line
@@ -158,11 +159,11 @@ def test_files_that_cannot_be_deleted_are_logged(
 
     capture._writer.expire = fake_expire  # type: ignore[method-assign]
     wait_until(lambda: bool(leadout_log))
-    capture.close()
+    capture.close(CLOSE_SECONDS)
     assert "cannot be deleted: Permission denied" in leadout_log[0]
 
 
-def wait_until(is_true: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(is_true: Callable[[], bool], seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not is_true() and time.monotonic() < end:
         time.sleep(0.02)

@@ -227,7 +227,7 @@ def test_the_end_of_a_server_uploads_the_rest(store: Storage, tmp_path: Path) ->
         uploader=uploader_of(folder, store),
     )
     capture.offer(FinishedRequest("a", [1], [2, 3, 4], 0.0))
-    capture.close(seconds=120.0)
+    capture.close(seconds=600.0)
     assert [path.name for path in folder.iterdir()] == [INFO]
     assert len(ids_in(store, tmp_path)) == 1
 

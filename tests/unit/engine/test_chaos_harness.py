@@ -63,7 +63,7 @@ def fake_replica(answers: dict[tuple[int, ...], list[int]] | None) -> Iterator[s
 
 def run_traffic(urls: dict[str, str], answers: int, failures: int = 0) -> Traffic:
     with Traffic(urls, {"max_tokens": 2}, EXPECTED, clients=2) as traffic:
-        deadline, seen = time.monotonic() + 60, traffic.seen
+        deadline, seen = time.monotonic() + 600, traffic.seen
         while seen.answers.total() < answers or len(seen.failures) < failures:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -38,7 +38,7 @@ if "--memory" in sys.argv:
     note_shared_memory(folder)
     print(memory.name)
 print("claimed", flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -19,6 +19,7 @@ import pytest
 from leadout.check.result import Lossless
 from leadout.checkpoints import read_checkpoint
 from leadout.errors import StoppedError
+from leadout.learn import work_folder
 from leadout.learn.config import LearnConfig, LearnError, TooLittleTrafficError
 from leadout.learn.cycle import RECORD, learn, start_registry
 from leadout.learn.data import BASE, read_part
@@ -268,7 +269,10 @@ def test_text_that_cannot_be_deleted_is_reported(
         work.finish()
 
 
-def test_two_cycles_in_one_folder_are_an_error(config: LearnConfig) -> None:
+def test_two_cycles_in_one_folder_are_an_error(
+    config: LearnConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_folder, "MAX_REMOVER_SECONDS", 0.1)
     with (
         WorkFolder(config.work_folder).locked(),
         pytest.raises(LearnError, match="in use by another cycle"),
