@@ -42,6 +42,48 @@ def test_vllm_applies_top_k_to_steps_without_drafts() -> None:
     apply_top_k_top_p_pytorch(nothing, none, torch.empty(0), allow_cpu_sync=True)
 
 
+@pytest.mark.parametrize("drafts", [[[], []], [[4], [5]]], ids=["without drafts", "with drafts"])
+def test_vllm_cannot_gather_chosen_tokens_with_a_drafter(drafts: list[list[int]]) -> None:
+    """When this fails, vLLM has fixed it: `LabelLogprobsWorkaround` can go for that version.
+
+    If only steps with drafts fail, such requests need no log-probabilities of all tokens any more.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    metadata = SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=2,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.zeros(2),
+        presence_penalties=torch.zeros(2),
+        repetition_penalties=torch.ones(2),
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    sampler = RejectionSampler(Sampler())
+    step = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+    logits = torch.randn(2 + sum(map(len, drafts)), 320)
+    assert sampler(step, None, logits, metadata).logprobs_tensors is not None
+    metadata.logprob_token_ids = {0: [3, 4]}
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        sampler(step, None, logits, metadata)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
@@ -153,6 +195,9 @@ def test_sampled_and_greedy_requests_side_by_side_say_what_bare_vllm_says(
         assert drafts_verified(llm) == 0
         assert set(asked) == {0}
         assert answers(llm, greedy) == bare[1]
-        assert chosen_logprobs(llm, at_once=4) == bare_logprobs
-        assert drafts_verified(llm) > 0
+        assert (verified := drafts_verified(llm)) > 0
         assert set(asked) != {0}
+        asked.clear()
+        assert chosen_logprobs(llm, at_once=4) == bare_logprobs
+        assert drafts_verified(llm) == verified
+        assert set(asked) == {0}

@@ -14,7 +14,6 @@ Prompt lookup therefore needs synchronous scheduling on the V1 runner.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -70,37 +69,26 @@ def make_scheduler(vllm_config: Any, **settings: Any) -> Any:
     with suppress(OSError):  # without the note, the memory stays if this engine is killed
         note_shared_memory(private_folder() / vllm_config.instance_id)
     kind = _scheduler_class(vllm_config)
-    if workarounds := _workarounds(vllm_config):
-        kind = type(kind.__name__, (*workarounds, kind), {"__module__": __name__})
+    if _is_on() and current_platform.is_cpu() and is_usable(SEED_WORKAROUND):
+        kind = type(kind.__name__, (CpuSeedWorkaround, kind), {"__module__": __name__})
     return kind(vllm_config=vllm_config, **settings)
 
 
-def _workarounds(vllm_config: Any) -> list[type[Any]]:
-    """Those that are needed whatever else the scheduler does."""
-    if os.environ.get(SWITCH) == "0" or not is_supported(vllm.__version__):
-        return []
-    found: list[type[Any]] = []
-    if current_platform.is_cpu() and is_usable(SEED_WORKAROUND):
-        found.append(CpuSeedWorkaround)
-    is_drafting_on_v1 = is_dflash(vllm_config) and not vllm_config.use_v2_model_runner
-    if is_drafting_on_v1 and is_usable(LABEL_WORKAROUND):
-        found.append(LabelLogprobsWorkaround)
-    return found
+def _is_on() -> bool:
+    return os.environ.get(SWITCH) != "0" and is_supported(vllm.__version__)
 
 
 def _scheduler_class(vllm_config: Any) -> type[Any]:
     sections = sections_of(vllm_config)
     is_async = vllm_config.scheduler_config.async_scheduling
     base: type[Any] = AsyncScheduler if is_async else Scheduler
-    if os.environ.get(SWITCH) == "0" or not is_supported(vllm.__version__):
+    if not _is_on():
         return base
     if LIVE in sections and _supports_live_control(vllm_config):
         base = LiveAsyncScheduler if is_async else LiveScheduler
-    if current_platform.is_cpu() and is_dflash(vllm_config) and is_usable(SAMPLING_WORKAROUND):
-        if base is Scheduler:
-            base = CpuSamplingWorkaround
-        else:
-            base = type(base.__name__, (base, CpuSamplingWorkaround), {})
+    if workarounds := _workarounds_of_drafting(vllm_config):
+        kinds = workarounds if base is Scheduler else [base, *workarounds]
+        base = type(kinds[0].__name__, tuple(kinds), {})
     features: dict[str, tuple[type[Any], str]] = {
         CAPTURE: (CaptureMixin, CAPTURE_OF_TRAFFIC),
         REGISTRY: (RolloutMixin, ROLLOUT),
@@ -110,6 +98,17 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
         mixin for name, (mixin, part) in features.items() if name in sections and is_usable(part)
     ]
     return type(f"Leadout{base.__name__}", (*mixins, base), {}) if mixins else base
+
+
+def _workarounds_of_drafting(vllm_config: Any) -> list[type[StepsWithoutDrafts]]:
+    if not is_dflash(vllm_config):
+        return []
+    found: list[type[StepsWithoutDrafts]] = []
+    if current_platform.is_cpu() and is_usable(SAMPLING_WORKAROUND):
+        found.append(CpuSamplingWorkaround)
+    if not vllm_config.use_v2_model_runner and is_usable(LABEL_WORKAROUND):
+        found.append(LabelLogprobsWorkaround)
+    return found
 
 
 def _supports_live_control(vllm_config: Any) -> bool:
@@ -127,7 +126,39 @@ def _supports_live_control(vllm_config: Any) -> bool:
     return bool(replicas == 1)
 
 
-class CpuSamplingWorkaround(Scheduler):  # type: ignore[misc]
+class StepsWithoutDrafts(Scheduler):  # type: ignore[misc]
+    """Schedules no drafts in a step that a request for which there must be none may join.
+
+    Directly above vLLM's class in the method resolution order, so that it decides last.
+    """
+
+    _is_without_drafts = False
+
+    def _excludes_drafts(self, request: Any) -> bool:
+        return False
+
+    def schedule(self, *arguments: Any, **settings: Any) -> Any:
+        # Waiting requests count too: one of them may join this step.
+        self._is_without_drafts = any(map(self._excludes_drafts, self.requests.values()))
+        if not self._is_without_drafts:
+            return super().schedule(*arguments, **settings)
+        for request in self.running:
+            request.spec_token_ids = []
+        # vLLM pads new requests of one token with as many drafts, for the sake of CUDA graphs.
+        max_drafts, self.num_spec_tokens = self.num_spec_tokens, 0
+        try:
+            return super().schedule(*arguments, **settings)
+        finally:
+            self.num_spec_tokens = max_drafts
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        # Called by vLLM within `schedule`. Drafts that will not be verified need not be made.
+        if self._is_without_drafts:
+            scheduler_output.num_spec_tokens_to_schedule = 0
+        super()._update_after_schedule(scheduler_output)
+
+
+class CpuSamplingWorkaround(StepsWithoutDrafts):
     """Schedules no drafts in a step with a sampled request, on CPUs.
 
     To verify drafts of sampled requests, vLLM 0.32 expands the requests' temperatures to the tokens
@@ -138,11 +169,7 @@ class CpuSamplingWorkaround(Scheduler):  # type: ignore[misc]
     In a step without drafts it still applies `top_k` to the logits of no tokens, and the worker
     dies of it if no request has a `top_p` (`k.max()` of nothing). Such requests therefore get the
     largest `top_p` below 1, with which vLLM takes another path to the same distribution.
-
-    Directly above vLLM's class in the method resolution order, so that it decides last.
     """
-
-    _has_sampled = False
 
     def add_request(self, request: Any) -> None:
         if _has_top_k_alone(request):
@@ -150,19 +177,8 @@ class CpuSamplingWorkaround(Scheduler):  # type: ignore[misc]
             request.sampling_params.top_p = LARGEST_TOP_P
         super().add_request(request)
 
-    def schedule(self, *arguments: Any, **settings: Any) -> Any:
-        # Waiting requests count too: one of them may join this step.
-        self._has_sampled = any(_is_sampled(request) for request in self.requests.values())
-        if self._has_sampled:
-            for request in self.running:
-                request.spec_token_ids = []
-        return super().schedule(*arguments, **settings)
-
-    def _update_after_schedule(self, scheduler_output: Any) -> None:
-        # Called by vLLM within `schedule`. Drafts that will not be verified need not be made.
-        if self._has_sampled:
-            scheduler_output.num_spec_tokens_to_schedule = 0
-        super()._update_after_schedule(scheduler_output)
+    def _excludes_drafts(self, request: Any) -> bool:
+        return _is_sampled(request) or super()._excludes_drafts(request)
 
 
 def _is_sampled(request: Any) -> bool:
@@ -217,16 +233,19 @@ def _is_seeded(request: Any) -> bool:
     return _is_sampled(request) and request.sampling_params.seed is not None
 
 
-class LabelLogprobsWorkaround:
-    """Put before a scheduler class: log-probabilities of chosen tokens, beside drafts.
+class LabelLogprobsWorkaround(StepsWithoutDrafts):
+    """Log-probabilities of chosen tokens, on a server with a drafter.
 
     With a drafter, vLLM 0.32's V1 runner dies of a step in which a request names the tokens whose
     log-probabilities it wants (`logprob_token_ids`, also set by /generative_scoring) and any
-    request wants some. Here the worker is asked for those of all tokens, and the chosen ones are
-    handed on.
-    """
+    request wants some: the rejection sampler, which it uses in steps without drafts too, takes the
+    few values of the chosen tokens for the logits of the whole vocabulary. If no request wants
+    some, the chosen ones are missing from the answer. A test fails once vLLM fixes it.
 
-    requests: Mapping[str, Any]
+    Here the worker is asked for those of all tokens, and the chosen ones are handed on. vLLM then
+    sorts and copies the whole vocabulary for each row of the step. A step with such a request
+    therefore has no drafts: one row for each request, not one more for each draft.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -240,18 +259,19 @@ class LabelLogprobsWorkaround:
             request.sampling_params = parameters.clone()
             request.sampling_params.logprob_token_ids = None
             request.sampling_params.logprobs = self._vocab_size
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
+
+    def _excludes_drafts(self, request: Any) -> bool:
+        return request.request_id in self._chosen or super()._excludes_drafts(request)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._chosen and model_runner_output.logprobs is not None:
             model_runner_output.logprobs = self._with_chosen(model_runner_output)
-        return super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request(self, request: Any, *arguments: Any, **settings: Any) -> Any:
         self._chosen.pop(request.request_id, None)
-        return super()._free_request(request, *arguments, **settings)  # type: ignore[misc]
+        return super()._free_request(request, *arguments, **settings)
 
     def _with_chosen(self, output: Any) -> Any:
         """The log-probabilities of a step: the sampled token first, then chosen or likely ones."""

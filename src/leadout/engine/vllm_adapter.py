@@ -168,6 +168,13 @@ _WATCHED_STEP = (
     *_attributes(_OUTPUT, "num_scheduled_tokens total_num_scheduled_tokens"),
     *_attributes(_RUNNER_OUTPUT, "sampled_token_ids req_id_to_index"),
 )
+_STEP_WITHOUT_DRAFTS = (
+    _SCHEDULE,
+    _UPDATE_AFTER,
+    *_attributes(_SCHEDULER, "running requests num_spec_tokens"),
+    *_attributes(_REQUEST, "request_id spec_token_ids sampling_params"),
+    *_attributes(_OUTPUT, "num_spec_tokens_to_schedule"),
+)
 
 INTERNALS: dict[str, tuple[Internal, ...]] = {
     LIVE_CONTROL: (
@@ -230,24 +237,17 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         *_attributes("vllm.v1.engine.core_client:BackgroundResources", "engine_manager"),
         *_attributes("vllm.v1.engine.utils:CoreEngineProcManager", "failed_proc_name"),
     ),
-    SAMPLING_WORKAROUND: (
-        _SCHEDULE,
-        _UPDATE_AFTER,
-        _ADD_REQUEST,
-        *_attributes(_SCHEDULER, "running requests"),
-        *_attributes(_REQUEST, "spec_token_ids sampling_params"),
-    ),
+    SAMPLING_WORKAROUND: (*_STEP_WITHOUT_DRAFTS, _ADD_REQUEST),
     SEED_WORKAROUND: (
         _ADD_REQUEST,
         *_attributes(_REQUEST, "sampling_params"),
         *_attributes("vllm.config.speculative:SpeculativeConfig", "max_num_new_slots_for_drafting"),
     ),
     LABEL_WORKAROUND: (
+        *_STEP_WITHOUT_DRAFTS,
         _ADD_REQUEST,
         _FREE_REQUEST,
         _UPDATE_FROM,
-        *_attributes(_SCHEDULER, "requests"),
-        *_attributes(_REQUEST, "sampling_params"),
         *_attributes(_RUNNER_OUTPUT, "sampled_token_ids req_id_to_index logprobs"),
         *_attributes(_LOGPROBS, "logprob_token_ids logprobs cu_num_generated_tokens"),
     ),

@@ -233,6 +233,7 @@ def engine_config(*sections: str, method: str = "dflash") -> Any:
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(data_parallel_size=1),
         speculative_config=SimpleNamespace(method=method),
+        use_v2_model_runner=False,
     )
 
 
