@@ -213,7 +213,8 @@ def _budget() -> Budget:
 def _write_cycle(folder: Path) -> None:
     cycle = CycleFile(
         number=1, parent=1, parent_fingerprint=PRINT, target_fingerprint=PRINT, traffic="a",
-        replay="b", config=CycleSettings(), training=TrainConfig(),
+        replay="b", config=CycleSettings(), training=TrainConfig(), segments={"c": 3},
+        mix_hash=PRINT,
     )  # fmt: skip
     (folder / CYCLE).write_text(cycle.model_dump_json())
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,18 +65,21 @@ class Traffic:
 class CopiedTraffic(NamedTuple):
     paths: list[Path]
     unusable: int  # lines that were left out
-    newest: str  # the id of the newest sample
+    segments: dict[str, int]  # lines that were read, by the name of the file
 
 
-def download_newest(url: str, folder: Path) -> Path:
+def download_newest(url: str, folder: Path, names: Collection[str] | None = None) -> Path:
     """Fetch the newest captured files from a store into a new folder, as many as a cycle can use.
 
-    Readable by the owner only: they contain what users wrote.
+    With `names`, only files of these names. Readable by the owner only: they contain what users
+    wrote.
     """
     storage = open_storage(url)
     read_info(storage)  # says what is wrong if this is no place of captured traffic
     folder.mkdir(parents=True, mode=0o700)
     segments = [entry.name for entry in storage.entries() if is_segment(entry.name)]
+    if names is not None:
+        segments = [name for name in segments if name in names]
     requests = 0
     for name in (INFO, *reversed(segments)):
         stored = storage.read(name)
@@ -96,12 +100,13 @@ def copy_newest(
     vocab_size: int,
     copy: Path,
     keys: Keys,
-    newest: str | None = None,
+    segments: Mapping[str, int] | None = None,
 ) -> CopiedTraffic:
     """Copy the newest files of captured traffic, since the server keeps writing and removing.
 
     Lines that cannot be trained on are left out and counted: one of them must not stop learning
-    until it is old enough to be deleted. Samples that are newer than `newest` are left out, too.
+    until it is old enough to be deleted. With `segments`, so many lines of these files are copied
+    and nothing else: what was copied before, whatever servers have added since.
     """
     info = read_info(folder)
     if info.target_fingerprint != target_fingerprint:
@@ -114,27 +119,32 @@ def copy_newest(
     copy.mkdir(parents=True, mode=0o700)
     copied: list[Path] = []
     seen: set[str] = set()
+    read: dict[str, int] = {}
     unusable = 0
     for path in reversed(segment_paths(folder)):
         if len(seen) >= MAX_REQUESTS:
             break
+        if segments is not None and path.name not in segments:
+            continue
+        max_lines = None if segments is None else segments[path.name]
+        lines = 0
         part = copy / path.name
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             try:
-                for found in usable_samples(path, vocab_size, keys.unseal):
+                for found in islice(usable_samples(path, vocab_size, keys.unseal), max_lines):
+                    lines += 1
                     if found is None or found[1].id in seen:
                         unusable += 1
                         continue
                     line, sample = found
-                    if newest is not None and sample.id > newest:
-                        continue
                     seen.add(sample.id)
                     file.write(line)
             except MissingFileError:  # the oldest are removed first: all older ones are gone too
                 break
         copied.append(part)
-    return CopiedTraffic(copied, unusable, max(seen, default=""))
+        read[path.name] = lines
+    return CopiedTraffic(copied, unusable, read)
 
 
 def split_traffic(

@@ -78,7 +78,7 @@ class Inputs:
     states_from: tuple[str, ...] = ()  # servers of hidden states
     vllm_flags: tuple[str, ...] = ()  # of every engine that is started
 
-    def cycle(self, training: TrainConfig, newest: str, mix_hash: str) -> CycleFile:
+    def cycle(self, training: TrainConfig, segments: dict[str, int], mix_hash: str) -> CycleFile:
         return CycleFile(
             number=self.number,
             parent=self.version,
@@ -88,7 +88,7 @@ class Inputs:
             replay=str(self.replay.folder.absolute()),
             config=self.settings,
             training=training,
-            newest=newest,
+            segments=segments,
             mix_hash=mix_hash,
         )
 
@@ -170,7 +170,7 @@ def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) 
     """The settings of this cycle: those of the interrupted one, or new ones, written to a file."""
     before = work.interrupted_cycle()
     resumes = before is not None and before == inputs.cycle(
-        before.training, before.newest, before.mix_hash
+        before.training, before.segments, before.mix_hash
     )
     if ranks.is_leader and resumes:
         assert before is not None
@@ -178,14 +178,14 @@ def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) 
     if ranks.broadcast(resumes):
         assert before is not None
         return before
-    max_length, newest = 0, ""
+    max_length, segments = 0, dict[str, int]()
     if ranks.is_leader:
         work.clear()
-        max_length, newest = _write_text(inputs, work)
+        max_length, segments = _write_text(inputs, work)
     max_length = _from_leader(ranks, max_length)
     training = base_settings(inputs.drafter, inputs.settings, max_length, inputs.number)
     training = _fit_to_budget(inputs, work, training, ranks, progress)
-    cycle = inputs.cycle(training, newest, work.mix_hash() if ranks.is_leader else "")
+    cycle = inputs.cycle(training, segments, work.mix_hash() if ranks.is_leader else "")
     if ranks.is_leader:
         write_text(work.folder / CYCLE, cycle.model_dump_json(indent=2) + "\n")
     return cycle
@@ -242,25 +242,27 @@ def _restore_text(inputs: Inputs, work: WorkFolder, before: CycleFile) -> bool:
     """Select the text of an interrupted cycle again; False if traffic has been deleted since."""
     work.remove_text()
     try:
-        _write_text(inputs, work, before.newest)
+        _write_text(inputs, work, before.segments)
     except TooLittleTrafficError:
         return False
     return work.mix_hash() == before.mix_hash
 
 
-def _write_text(inputs: Inputs, work: WorkFolder, newest: str | None = None) -> tuple[int, str]:
-    """Write the mix, without samples that were captured after the one with the id `newest`.
+def _write_text(
+    inputs: Inputs, work: WorkFolder, segments: dict[str, int] | None = None
+) -> tuple[int, dict[str, int]]:
+    """Write the mix; with `segments`, from so many lines of these files of the captured traffic.
 
-    Returns the length to which sequences are cut, and the id of the newest sample.
+    Returns the length to which sequences are cut, and the lines that were read of each file.
     """
     drafter, settings = inputs.drafter, inputs.settings
     first, vocab_size = first_settings(drafter.path), read_target(inputs.target).vocab_size
     try:
         source = Path(inputs.traffic)
         if is_url(inputs.traffic):
-            source = download_newest(inputs.traffic, work.download)
+            source = download_newest(inputs.traffic, work.download, segments)
         copied = copy_newest(
-            source, inputs.target_fingerprint, vocab_size, work.capture, inputs.keys, newest
+            source, inputs.target_fingerprint, vocab_size, work.capture, inputs.keys, segments
         )
         if copied.unusable:
             logger.warning(
@@ -283,7 +285,7 @@ def _write_text(inputs: Inputs, work: WorkFolder, newest: str | None = None) -> 
         raise
     remove_folder(work.download)
     remove_folder(work.capture)
-    return traffic.max_length, copied.newest
+    return traffic.max_length, copied.segments
 
 
 def _fit_to_budget(

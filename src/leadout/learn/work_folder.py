@@ -11,7 +11,8 @@
 
 Everything in it can contain what users wrote, so it is readable by the owner only. However a cycle
 ends, also if it is killed, the text and the target's states of it are removed. An interrupted cycle
-continues nevertheless: it selects the same text from the captured traffic again.
+continues nevertheless: it selects the same text from the captured traffic again, from the lines
+that were there when it began.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class CycleFile(Record):
     replay: str
     config: CycleSettings
     training: TrainConfig  # derived from the rest and from measured speed
-    newest: str = ""  # the id of the newest captured sample that was there
-    mix_hash: str = ""  # of the text that was selected
+    segments: dict[str, int]  # of the captured traffic: lines that were read, by the file's name
+    mix_hash: str  # of the text that was selected
 
 
 class WorkFolder:

@@ -236,3 +236,17 @@ def test_a_place_without_captured_traffic_is_named(store: Storage, tmp_path: Pat
     with pytest.raises(ShardError, match=r"s3://.*capture\.json does not exist.*--capture-upload"):
         download_newest(store.address, tmp_path / "download")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_segments_of_an_interrupted_cycle_are_fetched(
+    store: Storage, tmp_path: Path
+) -> None:
+    writer, uploader = open_writer(tmp_path / "capture"), uploader_of(tmp_path / "capture", store)
+    for number in range(3):
+        writer.add(sample(number))
+        writer.close()
+    names = [path.name for path in segment_paths(tmp_path / "capture")]
+    uploader.upload()
+    folder = download_newest(store.address, tmp_path / "download", {names[1]})
+    assert [path.name for path in segment_paths(folder)] == [names[1]]
+    assert (folder / INFO).exists()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import pytest
 
 from leadout.check.result import Lossless
 from leadout.checkpoints import read_checkpoint
+from leadout.engine.capture_store import segment_name, segment_paths
 from leadout.errors import StoppedError
 from leadout.learn import work_folder
 from leadout.learn.config import LearnConfig, LearnError, TooLittleTrafficError
 from leadout.learn.cycle import RECORD, learn, start_registry
 from leadout.learn.data import BASE, read_part
 from leadout.learn.report import LearnResult
-from leadout.learn.work_folder import WorkFolder
+from leadout.learn.work_folder import CYCLE, WorkFolder
 from leadout.registry import Registry, RegistryError
 from leadout.shards import Sample
 from leadout.train.progress import read_log
@@ -140,6 +142,45 @@ def test_a_killed_cycle_publishes_nothing_and_continues_later(
     assert list(read_log(work.run)) == trained  # not trained again
     assert result.promoted
     assert registry.versions() == [1, 2]
+
+
+def test_a_killed_cycle_continues_although_older_traffic_has_arrived_since(
+    config: LearnConfig, world: World, tmp_path: Path
+) -> None:
+    """As when another server uploads what it captured before the cycle began."""
+
+    def die(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
+        raise KilledError
+
+    config = shorter(config, tokens=100)
+    work, capture = WorkFolder(config.work_folder), Path(config.required("traffic"))
+    late = segment_paths(capture)[0].rename(tmp_path / "late")
+    with pytest.raises(KilledError):
+        learn(config, lossless=die)
+    before, trained = work.interrupted_cycle(), list(read_log(work.run))
+    assert before is not None
+    late.rename(capture / segment_name(datetime(2020, 1, 1, tzinfo=UTC), 1))
+    with pytest.raises(KilledError):
+        learn(config, lossless=die)
+    assert work.interrupted_cycle() == before
+    assert list(read_log(work.run)) == trained  # not trained again
+
+
+def test_an_interrupted_cycle_of_an_earlier_release_starts_over(config: LearnConfig) -> None:
+    """Its file does not say which traffic it had read."""
+
+    def die(target: Path, drafter: Path, samples: Sequence[Sample]) -> Lossless:
+        raise KilledError
+
+    config = shorter(config, tokens=100)
+    work = WorkFolder(config.work_folder)
+    with pytest.raises(KilledError):
+        learn(config, lossless=die)
+    recorded = json.loads((work.folder / CYCLE).read_text())
+    del recorded["segments"]
+    (work.folder / CYCLE).write_text(json.dumps({**recorded, "newest": "2026"}))
+    assert work.interrupted_cycle() is None
+    assert run_cycle(config).adaptation.steps > 0
 
 
 def test_ctrl_c_says_how_to_continue(config: LearnConfig) -> None:

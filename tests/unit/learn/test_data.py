@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from cryptography.fernet import Fernet
 
 from leadout.data.manifest import DataFolder
-from leadout.engine.capture_store import segment_paths
+from leadout.engine.capture_store import segment_name, segment_paths
 from leadout.evaluate.blocks import split
 from leadout.learn.config import CycleSettings, LearnError, TooLittleTrafficError
 from leadout.learn.data import (
@@ -139,17 +140,28 @@ def test_one_bad_line_does_not_stop_learning(world: World, tmp_path: Path, line:
     assert unusable == 2  # the line, and a request that occurs twice
 
 
-def test_samples_after_the_newest_of_an_interrupted_cycle_are_left_out(
-    world: World, tmp_path: Path
-) -> None:
-    asked = requests(NEW, 8)
-    capture = write_capture(tmp_path / "capture", world.target, asked, segments=3)
+def test_what_servers_added_since_is_not_copied_again(world: World, tmp_path: Path) -> None:
+    asked = requests(NEW, 9)
+    capture = write_capture(tmp_path / "capture", world.target, asked[3:8], segments=2)
     target = fingerprint(world.target)
     first = copy_newest(capture, target, TINY_VOCAB, tmp_path / "one", Keys())
-    assert first.newest == asked[-1].id
-    again = copy_newest(capture, target, TINY_VOCAB, tmp_path / "two", Keys(), asked[4].id)
-    assert [sample.id for sample in Samples(again.paths)] == [each.id for each in asked[:5]]
-    assert (again.unusable, again.newest) == (0, asked[4].id)
+    written = segment_paths(capture)
+    assert first.segments == {path.name: path.read_bytes().count(b"\n") for path in written}
+
+    def add(path: Path, sample: Sample) -> None:
+        with path.open("ab") as file:
+            file.write(sample.model_dump_json().encode() + b"\n")
+
+    add(written[0], asked[0])  # by a server that is slow to write
+    add(written[1], asked[8])
+    for number, sample in enumerate(asked[1:3]):  # older files, uploaded late, and newer ones
+        started = datetime(2020 + 79 * number, 1, 1, tzinfo=UTC)
+        add(capture / segment_name(started, 1), sample)
+    again = copy_newest(capture, target, TINY_VOCAB, tmp_path / "two", Keys(), first.segments)
+    assert [sample.id for sample in Samples(again.paths)] == [each.id for each in asked[3:8]]
+    assert (again.unusable, again.segments) == (0, first.segments)
+    everything = copy_newest(capture, target, TINY_VOCAB, tmp_path / "three", Keys())
+    assert len(Samples(everything.paths)) == 9
 
 
 def test_encrypted_traffic_is_read_with_its_keys_only(world: World, tmp_path: Path) -> None:
