@@ -16,7 +16,6 @@ import pytest
 
 from leadout.engine.capture_store import segment_paths
 from leadout.engine.process_folders import (
-    LOCK,
     PRIVATE,
     SHARED_MEMORY,
     SOCKETS,
@@ -105,7 +104,7 @@ def test_files_of_a_killed_server_are_removed_by_the_next_start(
         os.kill(process.pid, signal.SIGKILL)
     assert wait_until_gone(family, seconds=600) == []
     # A killed process closes its files when its last thread has ended, a little later.
-    wait_until(lambda: not any(is_held(path / LOCK) for path in place.iterdir() if path != another))
+    wait_until(lambda: not any(is_held(path) for path in place.iterdir() if path != another))
     (sockets,) = place.glob("server-*")
     (engine,) = {path.parent for path in place.glob("*/*.json")}
     assert any(path.is_socket() for path in sockets.iterdir())

@@ -2,11 +2,14 @@
 
 Engines and servers have one each, inside a folder that no other user can enter:
 
-    TMPDIR/leadout-UID/NAME/lock
+    TMPDIR/leadout-UID/NAME
 
-`claim` creates a folder and locks its file until the process ends, however it ends. Each claim also
+`claim` creates a folder and locks it until the process ends, however it ends. Each claim also
 removes what nobody has locked: the folders of killed processes, and the shared memory that these
 processes had noted. Locks are seen by processes in other containers too, process ids are not.
+
+The folder itself is locked, not a file in it: cleaners of temporary files delete old files, and
+systemd-tmpfiles spares a locked folder with all that is in it.
 """
 
 from __future__ import annotations
@@ -24,11 +27,9 @@ from pathlib import Path
 from threading import RLock
 
 PRIVATE = f"leadout-{os.getuid()}"  # folder among temporary files
-LOCK = "lock"
 SHARED_MEMORY = Path("/dev/shm")
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's: where the sockets between its processes are
-# A process creates its folder a moment before the lock in it.
-MAX_SECONDS_WITHOUT_LOCK = 3600.0
+MAX_FILE_SECONDS = 3600.0  # until a file beside the folders is removed
 _NOTED = "shared-memory"  # a file with the names, one per line
 _SEGMENT = re.compile(r"/dev/shm/((?:psm_|sem\.mp-)\w+)")  # Python's own names
 _MAX_SOCKET_PATH = 107  # bytes, of Linux
@@ -61,10 +62,9 @@ def claim(folder: Path) -> int:
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
             try:
-                descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+                descriptor = hold(folder)
             except FileNotFoundError:  # another process has just removed the folder
                 continue
-            _lock(descriptor)
             if _is_current(folder, descriptor):
                 _claimed[folder] = descriptor
                 return descriptor
@@ -110,17 +110,18 @@ def note_shared_memory(folder: Path) -> None:
         (folder / _NOTED).write_text("\n".join(names))
 
 
-def hold(lock: Path) -> int:
-    """Lock an existing file until this process ends or closes the returned descriptor."""
-    descriptor = os.open(lock, os.O_RDWR)
-    _lock(descriptor)
+def hold(folder: Path) -> int:
+    """Lock an existing folder until this process ends or closes the returned descriptor."""
+    descriptor = _open(folder)
+    with suppress(OSError):  # a file system without locks, where no lock is ever granted
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
-def is_held(lock: Path) -> bool:
-    """Whether a process has locked this file; False if it does not exist."""
+def is_held(folder: Path) -> bool:
+    """Whether a process has locked this folder; False if it does not exist."""
     try:
-        descriptor = os.open(lock, os.O_RDWR)
+        descriptor = _open(folder)
     except FileNotFoundError:
         return False
     try:
@@ -133,9 +134,9 @@ def is_held(lock: Path) -> bool:
 
 
 def _is_current(folder: Path, descriptor: int) -> bool:
-    """Whether a lock is still the one of this folder, which may have been removed and made anew."""
+    """Whether a folder is still the one that was opened: it may have been removed and made anew."""
     try:
-        return os.path.samestat(os.fstat(descriptor), (folder / LOCK).stat())
+        return os.path.samestat(os.fstat(descriptor), folder.stat(follow_symlinks=False))
     except FileNotFoundError:
         return False
 
@@ -150,9 +151,8 @@ def _remove(folder: Path, descriptor: int) -> None:
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def _lock(descriptor: int) -> None:
-    with suppress(OSError):  # a file system without locks, where no lock is ever granted
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
 def _prepare(place: Path) -> None:
@@ -169,13 +169,9 @@ def _prepare(place: Path) -> None:
 
 def _remove_if_abandoned(folder: Path) -> None:
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR)
-    except (FileNotFoundError, NotADirectoryError):  # not locked yet, or no folder at all
-        if time.time() - folder.stat().st_mtime <= MAX_SECONDS_WITHOUT_LOCK:
-            return
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        else:
+        descriptor = _open(folder)
+    except NotADirectoryError:
+        if time.time() - folder.stat(follow_symlinks=False).st_mtime > MAX_FILE_SECONDS:
             folder.unlink()
         return
     try:

@@ -174,7 +174,7 @@ def hold(folder: Path) -> int:
     each other's locks. The descriptor survives `exec`, by which `leadout serve` becomes the server.
     """
     try:
-        descriptor = process_folders.hold(folder / SERVER_ID)
+        descriptor = process_folders.hold(folder)
     except OSError as problem:
         raise StatesError(
             f"The folder of hidden states {folder} cannot be used ({problem.strerror}). Start the "
@@ -188,7 +188,7 @@ def _is_in_use(folder: Path) -> bool:
     """Whether its process runs here, or one in another container holds it."""
     pid = folder.name.split("-")[2]
     is_running = not pid.isdigit() or Path(f"/proc/{pid}").exists()
-    return is_running or process_folders.is_held(folder / SERVER_ID)
+    return is_running or process_folders.is_held(folder)
 
 
 def server_id(folder: Path) -> str | None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from leadout.engine.process_folders import (
-    LOCK,
     PRIVATE,
     SHARED_MEMORY,
     SOCKETS,
     claim,
     folder_for_sockets,
+    is_held,
     private_folder,
     release,
 )
@@ -94,7 +94,6 @@ def test_only_shared_memory_of_python_is_removed(place: Path) -> None:
     try:
         abandoned = place / "abandoned"
         abandoned.mkdir(parents=True)
-        (abandoned / LOCK).touch()
         names = [f"../shm/{kept.name}", "../../etc/nothing", f"{kept.name}/.", ""]
         (abandoned / "shared-memory").write_text("\n".join(names))
         claim(private_folder() / "next")
@@ -106,18 +105,38 @@ def test_only_shared_memory_of_python_is_removed(place: Path) -> None:
         kept.unlink()
 
 
-def test_what_has_no_lock_is_kept_for_an_hour(place: Path) -> None:
-    new, old, file = place / "new", place / "old", place / "file.json"
-    for folder in (new, old):
-        folder.mkdir(parents=True)
-    file.touch()
-    for path in (old, file):
-        os.utime(path, (0, 0))
+def test_a_file_beside_the_folders_is_kept_for_an_hour(place: Path) -> None:
+    place.mkdir()
+    new, old, link = place / "new.json", place / "old.json", place / "link"
+    new.touch()
+    old.touch()
+    link.symlink_to(place.parent)
+    for path in (old, link):
+        os.utime(path, (0, 0), follow_symlinks=False)
     claim(private_folder() / "next")
-    assert new.exists()
-    assert not old.exists()
-    assert not file.exists()
+    assert sorted(path.name for path in place.iterdir()) == ["new.json", "next"]
+    assert place.parent.is_dir()
     release(private_folder() / "next")
+
+
+def test_a_folder_in_use_is_kept_although_a_cleaner_has_deleted_its_files(
+    place: Path, start: Start
+) -> None:
+    """As of temporary files that nobody has changed for days."""
+    running = start("running")
+    lines(running, 1)
+    for path in (place / "running").iterdir():
+        path.unlink()
+    os.utime(place / "running", (0, 0))
+    claim(place / "next")
+    assert (place / "running").is_dir()
+    assert is_held(place / "running")
+    running.kill()
+    running.wait()
+    release(place / "next")
+    claim(place / "next")
+    assert [path.name for path in place.iterdir()] == ["next"]
+    release(place / "next")
 
 
 def test_a_folder_of_several_processes_stays_until_the_last_releases_it(
@@ -131,13 +150,13 @@ def test_a_folder_of_several_processes_stays_until_the_last_releases_it(
 
 REPEAT = """
 import sys
-from leadout.engine.process_folders import LOCK, claim, private_folder, release
+from leadout.engine.process_folders import claim, private_folder, release
 folder = private_folder() / sys.argv[1]
 for _ in range(300):
     claim(folder)
-    assert (folder / LOCK).exists()
+    assert folder.is_dir()
     (folder / "counters.json").write_text("{}")
-    assert (folder / LOCK).exists()
+    assert folder.is_dir()
     release(folder)
 """
 
