@@ -132,6 +132,7 @@ class StepsWithoutDrafts(Scheduler):  # type: ignore[misc]
     Directly above vLLM's class in the method resolution order, so that it decides last.
     """
 
+    num_spec_tokens: int
     _is_without_drafts = False
 
     def _excludes_drafts(self, request: Any) -> bool:
