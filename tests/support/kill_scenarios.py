@@ -140,8 +140,15 @@ class SwapScenario(Scenario):
         rollout.SECONDS_BETWEEN_RECORDS = 0.0
         registry = Registry(folder / "registry")
         version = registry.require_pointer().version  # as a server does when it starts
+        # The engine of each start counts its requests in a file of its own.
         replicas = [
-            Replica(registry, self._target, folder / f"{name}.json", version, server=name)
+            Replica(
+                registry,
+                self._target,
+                folder / f"{name}-{os.getpid()}.json",
+                version,
+                server=name,
+            )
             for name in ("here", "there")
         ]
         for each in replicas:
