@@ -1,9 +1,10 @@
 """Odd but mostly valid requests: every parameter at its limits, in combinations, with hang-ups.
 
 `odd_requests` makes them; `send_all` sends them from several clients and says how each was
-answered. A server may refuse a request with a 4xx. It may not answer with a 5xx, or not at all. One
-exception: where a grammar and another constraint together forbid every token, vLLM ends that
-request with a 500, and goes on.
+answered. A server may refuse a request with a 4xx. It may not answer with a 5xx, or not at all. Two
+exceptions, in which vLLM without Leadout answers with a 500 and goes on: a grammar and another
+constraint together forbid every token, and several answers whose prompt is echoed with
+log-probabilities in a stream.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from support.models import TINY_VOCAB as VOCAB
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ABORTED = "aborted"
 CONTRADICTION = "grammar with other constraints"
+ECHO = "stream of several answers with echoed log-probabilities"
 SECONDS = 900.0  # for an answer; one that takes longer is lost
 
 MAX_LENGTH = 256  # --max-model-len of the server
@@ -290,7 +292,8 @@ def odd_requests(combinations: int, seed: int) -> list[OddRequest]:
     return made
 
 
-_CONSTRAINTS = {"allowed_token_ids", "bad_words", "min_tokens"}
+_CONSTRAINTS = {"allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids"}
+_ECHOED = {"echo", "stream", "logprobs", "n"}
 
 
 def _combined(draw: random.Random, usual: dict[str, Any]) -> OddRequest:
@@ -305,6 +308,8 @@ def _combined(draw: random.Random, usual: dict[str, Any]) -> OddRequest:
     kind = "combination" if lines is None else "combination and hang-up"
     if {"structured_outputs", "response_format"} & set(body) and _CONSTRAINTS & set(body):
         kind = CONTRADICTION
+    elif set(body) >= _ECHOED:
+        kind = ECHO
     path = draw.choice((COMPLETIONS, COMPLETIONS, CHAT))
     return OddRequest(kind, path, _as_chat(body, path), headers, lines)
 
@@ -328,7 +333,7 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        if self.request.kind == CONTRADICTION and self.status == "500":
+        if self.request.kind in (CONTRADICTION, ECHO) and self.status == "500":
             return False
         return self.status != ABORTED and self.status[:1] not in ("2", "4")
 
