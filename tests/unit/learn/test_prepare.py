@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from leadout.checkpoints import read_checkpoint
+from leadout.learn import work_folder
 from leadout.learn.config import CycleSettings, LearnConfig, LearnError
 from leadout.learn.prepare import base_settings, require_learnable
 from leadout.learn.work_folder import WorkFolder
@@ -57,7 +58,10 @@ def test_the_recorded_settings_have_no_folders(tmp_path: Path) -> None:
     assert config.work_folder == tmp_path / "work"
 
 
-def test_a_work_folder_is_for_one_cycle_at_a_time(tmp_path: Path) -> None:
+def test_a_work_folder_is_for_one_cycle_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_folder, "MAX_REMOVER_SECONDS", 0.1)
     work = WorkFolder(tmp_path / "work")
     with work.locked():
         assert (tmp_path / "work").stat().st_mode & 0o777 == 0o700
