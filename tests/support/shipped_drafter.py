@@ -38,6 +38,7 @@ OTHER_DRAFTERS = {
     "quickstart/answer.json": "an answer of the target",
     "reliability/chaos.json": "random drafters for a tiny target",
     "reliability/faults.json": "the table of the other results in its folder",
+    "reliability/kills_capture.json": "captured traffic, without a drafter",
     "reliability/kills_registry.json": "files that stand for a drafter",
     "reliability/registry_history.json": "files that stand for a drafter",
     "states/kill.json": "a drafter for a tiny target",
