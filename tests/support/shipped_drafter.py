@@ -41,6 +41,7 @@ OTHER_DRAFTERS = {
     "reliability/kills_capture.json": "captured traffic, without a drafter",
     "reliability/kills_registry.json": "files that stand for a drafter",
     "reliability/registry_history.json": "files that stand for a drafter",
+    "reliability/requests.json": "a random drafter for a tiny target",
     "states/kill.json": "a drafter for a tiny target",
     "states/parity.json": "hidden states of targets, and drafters for a tiny one",
     "swap/size.json": "random weights of several sizes",

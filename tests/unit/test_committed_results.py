@@ -161,6 +161,15 @@ def test_faults_on_live_servers_lost_nothing() -> None:
     assert found["grown"] == []
 
 
+def test_no_odd_request_ends_a_server_or_changes_the_answers_to_others() -> None:
+    found = result("reliability/requests.json")
+    assert found["cases"] >= 2000
+    assert found["healthy_after"] is True
+    assert found["plain_answers"] > 10
+    assert found["plain_answers_unlike_bare_vllm"] == found["parts_off_after_an_error"] == 0
+    assert sum(sum(counts.values()) for counts in found["by_kind"].values()) == found["cases"]
+
+
 def test_a_swap_of_a_billion_parameters_takes_at_most_two_bare_copies() -> None:
     found = result("swap/size.json")
     assert max(cell["parameters"] for cell in found["cells"]) > 0.95e9
