@@ -40,6 +40,7 @@ OTHER_DRAFTERS = {
     "reliability/faults.json": "the table of the other results in its folder",
     "reliability/kills_capture.json": "captured traffic, without a drafter",
     "reliability/kills_registry.json": "files that stand for a drafter",
+    "reliability/privacy.json": "a drafter for a tiny target",
     "reliability/registry_history.json": "files that stand for a drafter",
     "reliability/requests.json": "a random drafter for a tiny target",
     "states/kill.json": "a drafter for a tiny target",

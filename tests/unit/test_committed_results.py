@@ -170,6 +170,21 @@ def test_no_odd_request_ends_a_server_or_changes_the_answers_to_others() -> None
     assert sum(sum(counts.values()) for counts in found["by_kind"].values()) == found["cases"]
 
 
+def test_no_outcome_of_a_cycle_leaves_text_of_users_behind() -> None:
+    found = result("reliability/privacy.json")
+    outcomes = {each["name"]: each for each in found["outcomes"]}
+    assert outcomes.keys() == {
+        "published",
+        "rejected",
+        "too little traffic",
+        "killed",
+        "interrupted",
+    }
+    for each in outcomes.values():
+        assert each["lost"] == 0
+        assert min(each["cases"], each["files_searched"]) > 5
+
+
 def test_a_swap_of_a_billion_parameters_takes_at_most_two_bare_copies() -> None:
     found = result("swap/size.json")
     assert max(cell["parameters"] for cell in found["cells"]) > 0.95e9
