@@ -10,7 +10,6 @@ import pytest
 from support.faults import FAULTS, UNDETECTABLE
 from support.models import ROOT
 
-
 RELIABILITY = ROOT / "results" / "reliability"
 
 

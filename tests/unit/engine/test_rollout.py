@@ -607,19 +607,6 @@ def test_a_swap_during_the_start_is_kept(
     assert read_records(registry, 1) == read_records(registry, 2) == []
 
 
-def test_an_idle_server_is_not_waited_for_after_the_cool_down(
-    registry: Registry, replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched(registry, replica)
-    write_record(registry, WatchRecord(server="there:8000", version=2, found="watching"))
-    replica.serve(requests=70, acceptance_length=2)
-    replica.poll()
-    assert registry.require_pointer().version == 2
-    monkeypatch.setattr(watch_record, "COOL_DOWN_SECONDS", 0.0)
-    replica.poll()
-    assert registry.require_pointer().version == 1
-
-
 def test_no_version_is_given_up_without_a_control_that_may_exist(
     registry: Registry, replica: Replica, target: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -699,15 +686,18 @@ def test_a_server_that_has_left_a_version_is_the_control_of_the_others(
     assert (registry.bad_mark(3) is None) == (of_version_1 == 2)
 
 
-def test_a_server_that_has_gone_is_not_waited_for(
-    registry: Registry, replica: Replica, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "limit", ["MAX_SILENT_SECONDS", "COOL_DOWN_SECONDS"], ids=["gone", "idle after the cool-down"]
+)
+def test_a_server_without_an_opinion_is_not_waited_for(
+    registry: Registry, replica: Replica, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     watched(registry, replica)
     write_record(registry, WatchRecord(server="there:8000", version=2, found="watching"))
     replica.serve(requests=70, acceptance_length=2)
     replica.poll()
     assert registry.require_pointer().version == 2
-    monkeypatch.setattr(watch_record, "MAX_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(watch_record, limit, 0.0)
     replica.poll()
     assert registry.require_pointer().version == 1
 

@@ -22,6 +22,19 @@ def sandbox(world: World, tmp_path: Path) -> Sandbox:
     return Sandbox(world, tmp_path / "sandbox")
 
 
+def settings(sandbox: Sandbox, world: World, tokens: int) -> LearnConfig:
+    return LearnConfig(
+        target=str(world.target),
+        registry=sandbox.registry,
+        traffic=sandbox.traffic,
+        replay=world.data.folder,
+        work=sandbox.folder / "work",
+        tokens=tokens,
+        min_requests=20,
+        learning_rate=1e-2,
+    )
+
+
 def test_a_killed_cycle_leaves_no_text_and_continues(
     sandbox: Sandbox, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,16 +44,7 @@ def test_a_killed_cycle_leaves_no_text_and_continues(
     assert ended.searched > 10
     log = sandbox.folder / "work" / "run" / "log.jsonl"
     before = log.read_bytes()
-    config = LearnConfig(
-        target=str(world.target),
-        registry=sandbox.registry,
-        traffic=sandbox.traffic,
-        replay=world.data.folder,
-        work=sandbox.folder / "work",
-        tokens=400_000,
-        min_requests=20,
-        learning_rate=1e-2,
-    )
+    config = settings(sandbox, world, tokens=400_000)
 
     class StoppedHereError(Exception):
         """Ends the cycle as soon as it has been prepared."""
@@ -67,16 +71,7 @@ def test_published_and_rejected_candidates_have_no_text(
     temporary = sandbox.folder / "tmp"
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr("tempfile.tempdir", None)
-    config = LearnConfig(
-        target=str(world.target),
-        registry=sandbox.registry,
-        traffic=sandbox.traffic,
-        replay=world.data.folder,
-        work=sandbox.folder / "work",
-        tokens=12_000,
-        min_requests=20,
-        learning_rate=1e-2,
-    )
+    config = settings(sandbox, world, tokens=12_000)
     for changes, promoted in (({"tokens": 100, "gain": 0.5}, False), ({}, True)):
         result = learn(config.model_copy(update=changes), lossless=lossless_by_reference)
         assert result is not None
