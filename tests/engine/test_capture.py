@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from leadout.engine.capture import MIN_RESPONSE
 from leadout.engine.capture_store import read_info, segment_paths
 from leadout.engine.counters import read_small
 from leadout.engine.served_requests import ServedRequests, served_requests_file
@@ -82,8 +83,17 @@ def test_capture_needs_no_drafter(engine: Any, target: Path, tmp_path: Path) -> 
         llm.llm_engine.add_request("ended-early", {"prompt_token_ids": [1, 2]}, _long())
         llm.llm_engine.step()
         llm.llm_engine.abort_request(["ended-early"])
+        # What a stop string does: vLLM's API process finds it and aborts the request.
+        llm.llm_engine.add_request("stopped", {"prompt_token_ids": [1, 2]}, _long())
+        before_stop: list[int] = []
+        while len(before_stop) < MIN_RESPONSE:
+            for output in llm.llm_engine.step():
+                before_stop = list(output.outputs[0].token_ids)
+        llm.llm_engine.abort_request(["stopped"])
         scheduler_of(llm)._capture.close()
-    kept = kept_in(tmp_path)
+    *kept, stopped = kept_in(tmp_path)
+    assert stopped.prompt == [1, 2]
+    assert stopped.response[: len(before_stop)] == before_stop
     assert [sample.prompt for sample in kept] == PROMPTS
     assert [sample.response for sample in kept] == said
     assert {sample.temperature for sample in kept} == {0.0}

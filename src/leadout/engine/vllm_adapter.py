@@ -198,7 +198,10 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         _FREE_REQUEST,
         *_attributes(_REQUEST, "status prompt_token_ids prompt_embeds mm_features lora_request"),
         *_attributes(_REQUEST, "output_token_ids"),
-        *_attributes("vllm.v1.request:RequestStatus", "FINISHED_STOPPED FINISHED_LENGTH_CAPPED"),
+        *_attributes(
+            "vllm.v1.request:RequestStatus",
+            "FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED",
+        ),
     ),
     ROLLOUT: (
         _FREE_REQUEST,

@@ -178,7 +178,13 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 600.0) -> None:
         ({"output_token_ids": [3, 4]}, False),  # one for decisions
         ({"request_id": "chatcmpl-leadout-capture-off-7-1b2c"}, False),
         ({"output_token_ids": []}, False),
-        ({"status": RequestStatus.FINISHED_ABORTED}, False),
+        # Ended at a stop string, or its client went away.
+        ({"status": RequestStatus.FINISHED_ABORTED}, True),
+        # The same during its prompt, or soon after.
+        ({"status": RequestStatus.FINISHED_ABORTED, "output_token_ids": []}, False),
+        ({"status": RequestStatus.FINISHED_ABORTED, "output_token_ids": [3, 4]}, False),
+        ({"status": RequestStatus.FINISHED_ERROR}, False),
+        ({"status": RequestStatus.FINISHED_IGNORED}, False),
         ({"lora_request": object()}, False),
         ({"prompt_token_ids": None}, False),
         ({"sampling_params": SimpleNamespace(extra_args={"leadout_capture": "off"})}, False),
