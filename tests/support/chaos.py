@@ -181,11 +181,17 @@ class Chaos:
         return [each for each in self.growth if not each.is_within(*limits)]
 
     def wrong_samples(self) -> tuple[int, int]:
-        """Captured samples, and those among them that are not what was served."""
+        """Captured samples, and those among them that are not what was served.
+
+        A request whose client has gone away is captured with the beginning of its answer.
+        """
         known = {tuple(prompt): answer for prompt, answer in self.expected}
         paths = segment_paths(self.capture)
         samples = [sample for path in paths for _, sample in read_shard(path)]
-        wrong = sum(known.get(tuple(each.prompt)) != each.response for each in samples)
+        wrong = sum(
+            known.get(tuple(each.prompt), [])[: len(each.response)] != each.response
+            for each in samples
+        )
         return len(samples), wrong
 
     def _versions(self) -> dict[str, int | None]:
