@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from leadout.engine.settings import STATES, StatesSettings, read_section
-from leadout.engine.states_folder import SUFFIX, Backlog, new_name, to_fp8, write_states
+from leadout.engine.states_folder import SUFFIX, Backlog, new_name, write_states
 from leadout.engine.vllm_adapter import (
     HiddenStatesConnector,
     HiddenStatesMetadata,
     RequestStatus,
     extract_from_kv_cache,
 )
+from leadout.fp8 import to_fp8
 
 logger = logging.getLogger("vllm.leadout")
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from leadout.engine import process_folders
 from leadout.errors import LeadoutError, shortened, shown
+from leadout.fp8 import FP8, from_fp8
 
 SUFFIX, ERROR, PARTIAL = ".safetensors", ".error", ".partial"
 SERVER_ID = "server-id"  # a file with the name that the server gives itself
@@ -40,7 +40,6 @@ ROUTE = "/leadout/states"
 API_KEY = "VLLM_API_KEY"  # vLLM's: the key that its routes require, and the one that clients send
 _NAME = re.compile(r"[0-9a-f]{32}")
 _PREFIX = "leadout-states"
-_FP8 = torch.float8_e4m3fn
 SCAN_SECONDS = 0.02
 
 
@@ -101,13 +100,6 @@ def remove(path: Path) -> None:
         each.unlink(missing_ok=True)
 
 
-def to_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 values of states [tokens, layers, H], and the scale of each token and layer."""
-    largest = states.abs().amax(-1).float()  # [tokens, layers]
-    scales = (largest / torch.finfo(_FP8).max).clamp(min=torch.finfo(torch.float32).tiny)
-    return (states.float() / scales[..., None]).to(_FP8), scales
-
-
 def write_states(path: Path, tensors: dict[str, Tensor], max_bytes: int) -> None:
     """Write `tensors` so that the file appears complete, or the reason why there is none."""
     size = sum(each.nbytes for each in tensors.values())
@@ -130,7 +122,7 @@ def parse_states(content: bytes) -> States:
     try:
         tensors = load(content)
         states, tokens, layers = (tensors[name] for name in ("states", "tokens", "layers"))
-        scales = tensors["scales"].float() if states.dtype == _FP8 else None
+        scales = tensors["scales"].float() if states.dtype == FP8 else None
     except (SafetensorError, KeyError, ValueError) as problem:
         raise StatesError(f"the file of states is damaged ({shortened(str(problem))})") from None
     is_sound = (
@@ -144,7 +136,7 @@ def parse_states(content: bytes) -> States:
         found = {name: (each.dtype, list(each.shape)) for name, each in tensors.items()}
         raise StatesError(f"the file of states is damaged (it holds {shown(found)})")
     if scales is not None:
-        states = states.float() * scales[..., None]
+        states = from_fp8(states, scales)
     return States(tokens, layers.tolist(), states)
 
 

@@ -19,10 +19,10 @@ from leadout.engine.states_folder import (
     new_name,
     parse_states,
     path_of,
-    to_fp8,
     usage,
     write_states,
 )
+from leadout.fp8 import to_fp8
 
 
 def tensors(tokens: int = 5) -> dict[str, torch.Tensor]:
