@@ -20,7 +20,7 @@ from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts, source_name
 from leadout.dflash.target import Target
 from leadout.engine.offline import TextEngine, TextRequest
-from leadout.evaluate.acceptance import accepted_drafts, summarise
+from leadout.evaluate.acceptance import DraftHead, accepted_drafts, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
@@ -118,6 +118,7 @@ def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict
     )
     source = ComputedStates(lambda: Target(model, config.target_layer_ids))
     forward = BlockForward(drafter, target_weights.embedding)
+    head = DraftHead.of(drafter, target_weights)
     found = {}
     for name, each in track(served.items(), description="predicted"):
         sequences = [
@@ -125,7 +126,7 @@ def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict
             for i, (prompt, answer) in enumerate(each["texts"])
         ]
         numbered = list(enumerate(sequences))
-        drafts = accepted_drafts(forward, target_weights, source, numbered, config.block_size)
+        drafts = accepted_drafts(forward, head, source, numbered, config.block_size)
         overall = summarise(drafts, config.block_size).overall
         found[name] = {
             "predicted": overall.acceptance_length,

@@ -448,7 +448,7 @@ def validate(run: Run, drafter: Path) -> Arm:
     """Our validation of a checkpoint on the held-out answers."""
     forward = BlockForward(load_drafter(drafter, PRECISION), run.target_weights.embedding)
     held_out = [run.fetch(index) for index in run.corpus.split.validation]
-    drafts = accepted_drafts(forward, run.target_weights, run.source, held_out, BLOCK_SIZE)
+    drafts = accepted_drafts(forward, run.draft_head, run.source, held_out, BLOCK_SIZE)
     found = summarise(drafts, BLOCK_SIZE)
     walked = [along_decoding(each.counts) for each in drafts]
     accepted, steps = [sum(each) for each in walked], [len(each) for each in walked]

@@ -36,6 +36,7 @@ from leadout.dflash.config import DrafterConfig
 from leadout.dflash.drafter import Drafter
 from leadout.evaluate.acceptance import (
     AcceptanceTable,
+    DraftHead,
     Gain,
     TextAcceptance,
     accepted_drafts,
@@ -136,7 +137,7 @@ class Probe:
         taps = drafter.config.target_layer_ids
         found = accepted_drafts(
             BlockForward(drafter.to(self._device), self._weights.embedding),
-            self._weights,
+            DraftHead.of(drafter, self._weights),
             self.states.tapped_at(taps, normed_last_tap=normed_last_tap),
             self.sequences if texts is None else [self.sequences[i] for i in texts],
             drafter.config.block_size,

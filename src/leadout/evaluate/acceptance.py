@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from leadout.checkpoints import load_drafter, read_checkpoint
+from leadout.dflash.drafter import Drafter
 from leadout.evaluate.blocks import (
     BlockForward,
     TrainingSequence,
@@ -57,10 +59,32 @@ class AcceptedDrafts:
     counts: Tensor  # [positions]
 
 
+class DraftHead(NamedTuple):
+    """The output head that a drafter drafts with."""
+
+    rows: Tensor  # [draft vocab, H]
+    target_ids: Tensor | None = None  # [draft vocab]; None: row i is token i
+
+    @classmethod
+    def of(cls, drafter: Drafter, weights: TargetWeights) -> DraftHead:
+        """The drafter's own head, or the target's."""
+        if drafter.lm_head is None:
+            return cls(weights.head)
+        rows = drafter.lm_head.weight.detach()
+        every = torch.arange(len(rows), device=rows.device)
+        return cls(rows, None if drafter.d2t is None else drafter.to_target_ids(every))
+
+    def drafts(self, hidden: Tensor) -> Tensor:
+        """The token of the largest score for each state [states, H]; no scaling changes it."""
+        parts = torch.split(hidden.to(self.rows.dtype), slots_per_chunk(self.rows))
+        best = torch.cat([(part @ self.rows.T).argmax(-1) for part in parts])
+        return best if self.target_ids is None else self.target_ids[best]
+
+
 @torch.no_grad()
 def accepted_drafts(
     forward: Callable[..., Tensor],
-    weights: TargetWeights,
+    head: DraftHead,
     source: StateSource,
     sequences: Sequence[Indexed],
     block_size: int,
@@ -73,7 +97,7 @@ def accepted_drafts(
     found = []
     for item in sequences:
         observed = source.observe([item])
-        device = weights.embedding.device
+        device = head.rows.device
         states, final = observed.states.to(device), observed.final.to(device)
         sequence = item[1]
         tokens, _, supervised = batch([sequence])
@@ -84,7 +108,7 @@ def accepted_drafts(
             # No block attends to context after the last anchor.
             length = int(part[-1]) + block_size
             drafted = drafted_slots(forward, states[:, :length], final, tokens, blocks)
-            counts.append(_leading_matches(drafted.hidden, drafted.labels, weights.head))
+            counts.append(_leading_matches(drafted.hidden, drafted.labels, head))
         joined = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
         found.append(AcceptedDrafts(sequence.source, joined.cpu()))
     return found
@@ -125,11 +149,9 @@ def _anchors(sequence: TrainingSequence, block_size: int) -> Tensor:
     return possible_anchors(sequence.prompt_length, len(sequence) - (block_size - 2))
 
 
-def _leading_matches(hidden: Tensor, labels: Tensor, head: Tensor) -> Tensor:
+def _leading_matches(hidden: Tensor, labels: Tensor, head: DraftHead) -> Tensor:
     """The number of leading drafts that equal the labels [blocks, B-1], for each block."""
-    flat = hidden.flatten(0, 1).to(head.dtype)
-    parts = torch.split(flat, slots_per_chunk(head))
-    drafts = torch.cat([(part @ head.T).argmax(-1) for part in parts])
+    drafts = head.drafts(hidden.flatten(0, 1))
     return (drafts.view_as(labels) == labels).long().cumprod(-1).sum(-1)
 
 
@@ -209,6 +231,7 @@ def acceptance_by_drafter(
         BlockForward(load_drafter(folder, precision).to(device), weights.embedding)
         for folder in drafters
     ]
+    heads = [DraftHead.of(forward.drafter, weights) for forward in forwards]
     max_drafts = [served_draft_tokens(folder) for folder in drafters]
     layer_ids = {layer for each in forwards for layer in each.drafter.config.target_layer_ids}
     found: list[list[TextAcceptance]] = [[] for _ in drafters]
@@ -226,10 +249,10 @@ def acceptance_by_drafter(
     ) as reference:
         states = SharedStates(reference, layer_ids, keep_all=False)
         for item, sample in zip(items, samples, strict=True):
-            for texts, forward, limit in zip(found, forwards, max_drafts, strict=True):
+            for texts, forward, head, limit in zip(found, forwards, heads, max_drafts, strict=True):
                 config = forward.drafter.config
                 source = states.tapped_at(config.target_layer_ids)
-                (drafts,) = accepted_drafts(forward, weights, source, [item], config.block_size)
+                (drafts,) = accepted_drafts(forward, head, source, [item], config.block_size)
                 counts = drafts.counts.clamp(max=limit)
                 steps = along_decoding(counts)
                 texts.append(TextAcceptance(sample.source, len(sample.prompt), counts, steps))

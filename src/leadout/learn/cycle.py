@@ -253,7 +253,7 @@ def start_registry(
     if unfit:
         reasons = "\n".join(f"{finding.name}: {finding.message}" for finding in unfit)
         raise LearnError(f"--start {drafter}: the drafter does not fit the target.\n{reasons}")
-    require_learnable(read_checkpoint(source))
+    require_learnable(read_checkpoint(source), target_folder)
     manifest = registry.publish(source, target_fingerprint=fingerprint(target_folder))
     why = f"first version: {source.name}"
     registry.record("published", manifest.version, why)

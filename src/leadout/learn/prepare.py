@@ -48,6 +48,7 @@ from leadout.train.budget import (
 )
 from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS
+from leadout.train.init import changed_head_rows
 from leadout.train.plan import time_steps
 from leadout.train.run import Run, complete_settings
 from leadout.train.states_source import served_states
@@ -108,7 +109,6 @@ def open_inputs(config: LearnConfig) -> Inputs:
     found = fingerprint(target)
     manifest = registry.verify(pointer.version)
     drafter = read_checkpoint(registry.path(pointer.version))
-    require_learnable(drafter)
     replay = DataFolder(replay_folder)
     served_for = manifest.target_fingerprint
     if served_for != found:
@@ -117,6 +117,7 @@ def open_inputs(config: LearnConfig) -> Inputs:
             f"{served_for[:12]}) than {target} ({found[:12]}). Create a registry for this one with "
             f"--start {registry.path(pointer.version)}."
         )
+    require_learnable(drafter, target)
     if replay.job.target_fingerprint != found:
         raise LearnError(
             f"--replay {replay.folder} has answers of {replay.job.target} (fingerprint "
@@ -152,17 +153,27 @@ def signing_key(path: Path | None) -> RegistryKey | None:
     return key
 
 
-def require_learnable(checkpoint: Checkpoint) -> None:
-    """Training changes the drafter's layers, with the target's own embedding and head."""
+def require_learnable(checkpoint: Checkpoint, target: Path) -> None:
+    """Training changes the drafter's layers, with the target's own embedding and head.
+
+    The head of a reduced draft vocabulary is fine if its rows are copies of the target's.
+    """
     config = checkpoint.config
     if not (config.own_head or config.own_embedding):
         return
-    what = "head" if config.own_head else "embedding"
-    rows = f" ({config.head_rows} rows)" if config.draft_vocab_size else ""
+    if config.own_embedding:
+        what = "an embedding of its own"
+    elif config.draft_vocab_size is None:
+        what = "an output head of its own for the whole vocabulary"
+    else:
+        changed = changed_head_rows(checkpoint.path, target)
+        if changed == 0:
+            return
+        what = f"an output head in which {changed} of {config.head_rows} rows are not the target's"
     raise LearnError(
-        f"{checkpoint.path} has its own {what}{rows}; only drafters that use the target's can "
-        "learn. Start the registry with the drafter that it was made from, and make the reduced "
-        "one from each promoted version with `leadout convert --draft-vocab`."
+        f"{checkpoint.path} has {what}; only drafters that use the target's embedding and head, or "
+        "a copy of some of the head's rows, can learn. Start the registry with a drafter of "
+        "`leadout train`, or with one that `leadout convert --draft-vocab` has made from it."
     )
 
 

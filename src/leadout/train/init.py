@@ -11,11 +11,13 @@ import dataclasses
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from leadout.checkpoints import Checkpoint, load_weights, read_checkpoint, write_checkpoint
+from leadout.checkpoints.store import read_tensors
 from leadout.checkpoints.tensors import DRAFT_TO_TARGET
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.dflash.drafter import Drafter
@@ -114,7 +116,10 @@ def new_drafter(config: DrafterConfig, seed: int) -> Drafter:
 
 
 def trained_drafter(config: DrafterConfig, folder: Path) -> Drafter:
-    """The weights of a trained drafter; only its block size may differ."""
+    """The weights of a trained drafter; only its block size may differ.
+
+    A head that is a copy of the target's is left out: training uses the target's.
+    """
     checkpoint = read_checkpoint(folder)
     for field in dataclasses.fields(config):
         trained = getattr(checkpoint.config, field.name)
@@ -125,7 +130,8 @@ def trained_drafter(config: DrafterConfig, folder: Path) -> Drafter:
                 f"ask for {expected}. Use the settings of that drafter (only the block size may "
                 "differ), or start with --initial random."
             )
-    drafter, weights = new_drafter(config, seed=0), load_weights(checkpoint)
+    without_copy = dataclasses.replace(config, own_head=False, draft_vocab_size=None)
+    drafter, weights = new_drafter(without_copy, seed=0), load_weights(checkpoint)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(weights[name])
@@ -173,6 +179,33 @@ def reduce_draft_vocab(
         draft_tokens=checkpoint.draft_tokens,
     )
     return read_checkpoint(destination), float(counts[rows].sum() / counts.sum())
+
+
+class CopiedHead(NamedTuple):
+    """The head of a drafter with a reduced draft vocabulary."""
+
+    rows: Tensor  # [draft vocab, H]
+    mapping: Tensor  # [draft vocab] draft id i is target id i + mapping[i]
+
+    @property
+    def target_ids(self) -> Tensor:
+        return self.mapping + torch.arange(len(self.mapping))
+
+
+def load_copied_head(folder: Path) -> CopiedHead:
+    stored = read_checkpoint(folder).tensors.drafter
+    found = dict(read_tensors({name: stored[name] for name in (HEAD, DRAFT_TO_TARGET)}))
+    return CopiedHead(found[HEAD], found[DRAFT_TO_TARGET])
+
+
+def changed_head_rows(folder: Path, target: Path) -> int:
+    """How many rows of a reduced drafter's head are not those of the target's head."""
+    copied, cpu = load_copied_head(folder), torch.device("cpu")
+    head = load_target_weights(TargetFiles(target), copied.rows.dtype, cpu).head
+    ids = copied.target_ids
+    if head.shape[1] != copied.rows.shape[1] or int(ids.max()) >= len(head):
+        return len(ids)
+    return int((head[ids] != copied.rows).any(dim=1).sum())
 
 
 class TokenCounts:

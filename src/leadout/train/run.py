@@ -15,6 +15,7 @@ from leadout.dflash.config import DrafterConfig
 from leadout.dflash.target import Target
 from leadout.evaluate.acceptance import (
     AcceptedDrafts,
+    DraftHead,
     Validation,
     accepted_drafts,
     accepted_drafts_over_ranks,
@@ -43,6 +44,7 @@ from leadout.train.init import (
     TokenCounts,
     choose_mask_token,
     default_layers,
+    load_copied_head,
     new_config,
     new_drafter,
     trained_drafter,
@@ -188,6 +190,8 @@ class Run:
     ) -> None:
         """`config` must be complete. `shape` replaces the default shape of a new drafter.
 
+        A shape with a reduced draft vocabulary is that of a drafter whose head is a copy of rows
+        of the target's: training uses the target's head, and `write_best` adds the copy again.
         `states` are the target's hidden states from servers; by default they are computed here.
         """
         assert config.layers is not None
@@ -216,6 +220,10 @@ class Run:
         else:
             self.drafter = trained_drafter(self.drafter_config, Path(config.initial))
         self.target_weights = load_target_weights(TargetFiles(target), precision, ranks.device)
+        self.draft_head = DraftHead(self.target_weights.head)
+        if self.drafter_config.own_head:  # as it will be served
+            ids = load_copied_head(Path(config.initial)).target_ids.to(ranks.device)
+            self.draft_head = DraftHead(self.target_weights.head[ids], ids)
         self.drafter.recompute = config.recompute
         flex = uses_flex(config, ranks.device)
         forward = BlockForward(self.drafter, self.target_weights.embedding, flex=flex)
@@ -285,7 +293,7 @@ class Run:
         if isinstance(self.source, StatesOnDisk):
             self.source.close()
         del self.drafter, self.weights, self.target_weights, self.source, self.gradient
-        del self._forward
+        del self._forward, self.draft_head
         if self.config.compile:
             torch.compiler.reset()  # its caches refer to the compiled modules
         empty_device_cache()
@@ -305,6 +313,6 @@ class Run:
         def accepted(part: Sequence[Indexed]) -> list[AcceptedDrafts]:
             announce(self.source, part)
             with gathered(self._forward):
-                return accepted_drafts(self._forward, self.target_weights, self.source, part, size)
+                return accepted_drafts(self._forward, self.draft_head, self.source, part, size)
 
         return summarise(accepted_drafts_over_ranks(self.ranks, sequences, accepted, size), size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -261,6 +262,37 @@ def test_an_own_head_and_embedding_are_swapped_with_the_rest(
         logits = [each.quant_method.apply(each, states) for each in (mine, theirs)]
         assert torch.equal(*logits)
     assert torch.equal(drafter.model.embed_tokens.weight, other.model.embed_tokens.weight)
+
+
+def test_a_reduced_draft_vocabulary_is_swapped_with_the_rest(
+    target: Path, versions: Versions, platform: str, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, own_head=True, draft_vocab_size=100)
+    reduced = Versions(target, tmp_path, config)  # with the first 100 tokens
+    weights = load_weights(read_checkpoint(reduced.folders[1]))
+    weights["d2t"] = torch.arange(100)  # every second token
+    shutil.rmtree(reduced.folders[1])
+    write_checkpoint(reduced.folders[1], weights, config, "speculators", target_name=str(target))
+    drafter, other = reduced.load(0), reduced.load(1)
+    before, addresses = responses(drafter), pointers(drafter)
+    states = torch.randn(3, config.hidden_size)
+
+    def drafted(each: Any) -> Tensor:
+        found: Tensor = each.compute_logits(states)
+        return found
+
+    first = drafted(drafter)
+    assert not torch.equal(first, drafted(other))
+    staged = reduced.stage(drafter, 1)
+    assert torch.equal(drafted(drafter), first)
+    staged.commit()
+    assert torch.equal(drafted(drafter), drafted(other))
+    assert torch.equal(drafter.draft_id_to_target_id, torch.arange(100))
+    assert equal(responses(drafter), responses(other))
+    staged.undo()
+    assert equal(responses(drafter), before)
+    assert torch.equal(drafted(drafter), first)
+    assert pointers(drafter) == addresses
 
 
 @pytest.mark.parametrize("shared", ["lm_head", "embed_tokens", "storage"])

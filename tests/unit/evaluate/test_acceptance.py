@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from leadout.dflash.generate import acceptance_length, generate
 from leadout.dflash.target import Target
 from leadout.evaluate.acceptance import (
     AcceptedDrafts,
+    DraftHead,
     TextAcceptance,
     accepted_drafts,
     along_decoding,
@@ -36,12 +38,28 @@ def accepted(
     weights = load_target_weights(TargetFiles(folder), torch.float32, torch.device("cpu"))
     forward = BlockForward(drafter, weights.embedding)
     source = ComputedStates(lambda: target)
-    return accepted_drafts(forward, weights, source, texts, drafter.config.block_size)
+    head = DraftHead.of(drafter, weights)
+    return accepted_drafts(forward, head, source, texts, drafter.config.block_size)
 
 
+def with_half_of_the_vocabulary(drafter: Drafter, target: Target, corpus: Corpus) -> Drafter:
+    """A copy that drafts only half of the tokens that answers have, the most frequent ones."""
+    counts = corpus.token_counts
+    ids = counts.topk(int((counts > 0).sum()) // 2).indices.sort().values
+    config = replace(drafter.config, own_head=True, draft_vocab_size=len(ids))
+    head = target.head(torch.eye(config.hidden_size)).T  # [vocab, H]
+    own = {"lm_head.weight": head[ids], "d2t": ids - torch.arange(len(ids))}
+    reduced = Drafter(config)
+    reduced.load_state_dict(drafter.state_dict() | own)
+    return reduced
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "reduced"])
 def test_every_step_accepts_the_drafts_that_the_reference_loop_accepts(
-    trained: Drafter, target: Target, target_folder: Path, corpus: Corpus
+    trained: Drafter, target: Target, target_folder: Path, corpus: Corpus, vocabulary: str
 ) -> None:
+    if vocabulary == "reduced":
+        trained = with_half_of_the_vocabulary(trained, target, corpus)
     prompts = [sample.prompt for sample in corpus.samples][:24]
     completions = generate(target, trained, prompts, max_new_tokens=NEW_TOKENS)
     texts = [

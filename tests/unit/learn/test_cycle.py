@@ -10,17 +10,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from leadout.check.result import Lossless
-from leadout.checkpoints import read_checkpoint
+from leadout.checkpoints import load_weights, read_checkpoint
+from leadout.checkpoints.tensors import DRAFT_TO_TARGET
 from leadout.engine.capture_store import segment_name, segment_paths
 from leadout.errors import StoppedError
+from leadout.evaluate.acceptance import acceptance_by_drafter
+from leadout.evaluate.target_weights import HEAD
 from leadout.learn import work_folder
 from leadout.learn.config import LearnConfig, LearnError, TooLittleTrafficError
 from leadout.learn.cycle import RECORD, learn, start_registry
@@ -29,8 +35,17 @@ from leadout.learn.report import LearnResult
 from leadout.learn.work_folder import CYCLE, WorkFolder
 from leadout.registry import Registry, RegistryError
 from leadout.shards import Sample
+from leadout.train.init import reduce_draft_vocab
 from leadout.train.progress import read_log
-from support.learn_world import NEW, World, lossless_by_reference, requests, start, write_capture
+from support.learn_world import (
+    ALONE,
+    NEW,
+    World,
+    lossless_by_reference,
+    requests,
+    start,
+    write_capture,
+)
 
 
 class KilledError(Exception):
@@ -110,6 +125,43 @@ def test_a_drafter_that_has_learned_its_traffic_is_promoted(
     left = {path.name for path in config.work_folder.rglob("*") if path.is_file()}
     assert not {name for name in left if name.endswith((".jsonl", ".bin"))} - {"log.jsonl"}
     assert WorkFolder(config.work_folder).interrupted_cycle() is None
+
+
+def test_a_drafter_with_a_reduced_vocabulary_learns_and_keeps_its_head(
+    config: LearnConfig, world: World, tmp_path: Path
+) -> None:
+    traffic = [sample.response for sample in requests(NEW, 150)]
+    counts = Counter(token for answer in traffic for token in answer)
+    never_drafted = {token for token, _ in counts.most_common(2)}  # words of the traffic
+    answers = [
+        [token for token in answer if token not in never_drafted]
+        for answer in [*traffic, *(sample.response for sample in world.data.samples())]
+    ]
+    size = len({token for answer in answers for token in answer})
+    parent, _ = reduce_draft_vocab(world.drafter, tmp_path / "reduced", world.target, answers, size)
+    shutil.copyfile(world.drafter / "training.yaml", parent.path / "training.yaml")
+    place = tmp_path / "reduced-registry"
+    start_registry(str(world.target), place, str(parent.path))
+    result = run_cycle(shorter(config, registry=place))
+    assert result.promoted, result.decision.reasons
+    published = read_checkpoint(Registry(place).path(2))
+    assert published.config == parent.config
+    before, after = load_weights(parent), load_weights(published)
+    assert before.keys() == after.keys()
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert kept == {HEAD, DRAFT_TO_TARGET}
+    # Validation measures what the gate does: with the words that cannot be drafted, it is lower.
+    held_out = requests(NEW, 30, first=900)
+    whole, reduced, learned = (
+        np.mean([1 + np.mean(text.at_steps) for text in texts])
+        for texts in acceptance_by_drafter(
+            world.target, [world.drafter, parent.path, published.path], held_out, 64, ALONE.device
+        )
+    )
+    assert reduced < min(whole, learned)
+    first, last = (result.adaptation.curve[i].by_source["traffic"] for i in (0, -1))
+    assert first == pytest.approx(reduced, rel=0.05)
+    assert last == pytest.approx(learned, rel=0.05)
 
 
 def test_a_candidate_that_gains_too_little_is_rejected(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from leadout.checkpoints import read_checkpoint
+from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
+from leadout.evaluate.target_weights import HEAD
 from leadout.learn import work_folder
 from leadout.learn.config import CycleSettings, LearnConfig, LearnError
 from leadout.learn.prepare import base_settings, require_learnable
 from leadout.learn.work_folder import WorkFolder
 from leadout.settings import SettingsError
 from leadout.train.init import reduce_draft_vocab
+from support.drafters import random_weights
 from support.learn_world import World
+from support.models import TINY_VOCAB
 
 
 def test_training_uses_the_drafters_own_shape_and_settings(world: World) -> None:
@@ -29,12 +34,35 @@ def test_training_uses_the_drafters_own_shape_and_settings(world: World) -> None
     assert faster.learning_rate == 0.1
 
 
-def test_a_drafter_with_a_reduced_vocabulary_is_an_error(world: World, tmp_path: Path) -> None:
+def test_a_reduced_vocabulary_can_learn_if_its_rows_are_the_targets(
+    world: World, tmp_path: Path
+) -> None:
+    require_learnable(read_checkpoint(world.drafter), world.target)
     answers = [sample.response for sample in world.data.samples()]
     reduced, _ = reduce_draft_vocab(world.drafter, tmp_path / "reduced", world.target, answers, 30)
-    with pytest.raises(LearnError, match=r"its own head \(30 rows\).*--draft-vocab"):
-        require_learnable(reduced)
-    require_learnable(read_checkpoint(world.drafter))
+    require_learnable(reduced, world.target)
+    for changed in ("one value", "the mapping"):
+        weights = load_weights(reduced)
+        if changed == "one value":
+            weights[HEAD][7, 3] += 0.001
+        else:
+            unused = set(range(TINY_VOCAB)) - {int(i) for i in weights["d2t"] + torch.arange(30)}
+            weights["d2t"][29] = max(unused) - 29
+        folder = tmp_path / changed
+        write_checkpoint(folder, weights, reduced.config, "speculators", target_name="tiny")
+        with pytest.raises(LearnError, match=r"1 of 30 rows are not the target's.*--draft-vocab"):
+            require_learnable(read_checkpoint(folder), world.target)
+
+
+@pytest.mark.parametrize(("own", "reason"), [("embedding", "embedding"), ("head", "whole vocab")])
+def test_a_drafter_with_an_embedding_or_a_whole_head_of_its_own_cannot_learn(
+    world: World, tmp_path: Path, own: str, reason: str
+) -> None:
+    config = replace(read_checkpoint(world.drafter).config, **{f"own_{own}": True})
+    weights = random_weights(config)
+    write_checkpoint(tmp_path / "own", weights, config, "speculators", target_name="tiny")
+    with pytest.raises(LearnError, match=reason):
+        require_learnable(read_checkpoint(tmp_path / "own"), world.target)
 
 
 def test_two_budgets_are_an_error() -> None:
