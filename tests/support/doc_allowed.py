@@ -110,6 +110,7 @@ BY_PAGE: dict[str, Allowed] = {
     "docs/swap.md": (
         (r"whether the two are compared", "those of the sentence"),
         (r"at least 16 characters", "a limit"),
+        (r"fewer than three tokens", "a limit"),
     ),
     "docs/tune.md": (
         (r"batch size \(1, 2, 4,", "the measured batch sizes"),
