@@ -35,7 +35,7 @@ from leadout.pairing import read_target
 from leadout.shards import Sample, Samples, ShardWriter
 from leadout.train.export import write_best
 from leadout.train.run import Run, complete_settings, evenly_spaced, make_corpus
-from learn_smollm2 import ticket
+from learn_loop import ticket
 
 BASE = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca")
 BASE_EACH, BASE_COUNT = 20, 96  # the shortest prompts among some of each set
