@@ -91,6 +91,50 @@ def learn(result: dict[str, Any]) -> str:
     return picture([learning, served])
 
 
+def drift(result: dict[str, Any]) -> str:
+    """Acceptance length over drifting traffic with and without a learner; kinds; versions."""
+    slices, events = result["slices"], result["events"]
+
+    def series(name: str, value: Callable[[dict[str, Any]], float]) -> Series:
+        return Series(name, [Point(f"{each['hour']:.1f}", value(each)) for each in slices])
+
+    def share(kind: str) -> Callable[[dict[str, Any]], float]:
+        return lambda each: each["requests"].get(kind, 0) / sum(each["requests"].values())
+
+    def until(event: str) -> Callable[[dict[str, Any]], float]:
+        return lambda each: sum(
+            one["event"] == event and one["hour"] <= each["hour"] for one in events
+        )
+
+    hours = f"hours, simulated in {result['minutes']:.0f} minutes"
+    kinds = dict.fromkeys(kind for each in slices for kind in each["requests"])
+    return picture(
+        [
+            lines(
+                [
+                    series("with the learner", lambda each: each["with"]),
+                    series("without it", lambda each: each["without"]),
+                ],
+                "Acceptance length as served, over drifting traffic",
+                hours,
+                "tokens per step",
+            ),
+            lines(
+                [series(kind, share(kind)) for kind in kinds], "Kinds of requests", hours, "share"
+            ),
+            lines(
+                [
+                    series("swaps", until("swapped")),
+                    series("roll-backs", until("rolled_back")),
+                ],
+                "Versions until then",
+                hours,
+                "number",
+            ),
+        ]
+    )
+
+
 def _drawn(draw: Callable[[dict[str, Any]], str], name: str) -> str:
     return draw(json.loads((RESULTS / name).read_text()))
 
