@@ -109,7 +109,7 @@ class Capture:
 
     def is_sampled(self, request_id: str) -> bool:
         """Whether this request belongs to the captured fraction; the same for the same id."""
-        return crc32(request_id.encode()) < self._rate * 2**32
+        return is_sampled(request_id, self._rate)
 
     def offer(self, finished: FinishedRequest) -> None:
         """Hand a request over; returns at once."""
@@ -264,25 +264,37 @@ class CaptureMixin:
         self._capture = None
 
 
+def is_sampled(request_id: str, rate: float) -> bool:
+    """Whether a request belongs to this fraction of all; the same for the same id."""
+    return crc32(request_id.encode()) < rate * 2**32
+
+
+def may_be_kept(request_id: str, request: Any) -> bool:
+    """Whether a request may be learnt from, by what is known of it before it runs.
+
+    May be kept are responses of the target alone (no LoRA) to prompts of token ids alone (no
+    embeddings, no images), unless the request opts out. `request` is vLLM's in the scheduler, or
+    what vLLM sends of a new one to its workers.
+    """
+    params = request.sampling_params
+    if params is None or request.prompt_token_ids is None:
+        return False
+    if request.prompt_embeds is not None or request.mm_features or request.lora_request is not None:
+        return False
+    if (params.extra_args or {}).get(REQUEST_ARGUMENT, ON) != ON:
+        return False
+    return OPT_OUT_ID not in request_id
+
+
 def finished_request(request: Any) -> FinishedRequest | None:
     """A vLLM request as it may be captured; None for one that must not be.
 
-    Kept are responses of the target alone (no LoRA) to prompts of token ids alone (no embeddings,
-    no images), unless the request opts out. A request that was aborted early, such as during its
-    prompt, has too few tokens.
+    A request that was aborted early, such as during its prompt, has too few tokens.
     """
-    params = request.sampling_params
-    if request.status not in CAPTURED_STATUSES:
-        return None
-    if params is None or request.prompt_token_ids is None:
-        return None
-    if request.prompt_embeds is not None or request.mm_features or request.lora_request is not None:
-        return None
-    if (params.extra_args or {}).get(REQUEST_ARGUMENT, ON) != ON:
-        return None
-    if OPT_OUT_ID in request.request_id:
+    if request.status not in CAPTURED_STATUSES or not may_be_kept(request.request_id, request):
         return None
     prompt, response = request.prompt_token_ids, list(request.output_token_ids)
     if len(response) < MIN_RESPONSE:
         return None
-    return FinishedRequest(request.request_id, prompt, response, params.temperature)
+    temperature = request.sampling_params.temperature
+    return FinishedRequest(request.request_id, prompt, response, temperature)

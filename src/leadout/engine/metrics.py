@@ -7,7 +7,7 @@ LEADOUT_PLUGIN=0. It shows
 - `leadout:acceptance_length` and `leadout:acceptance_rate{position}` over the last minute, computed
   at each scrape and absent if that minute had no drafts,
 - with live control, its gauges over the last minute (`LIVE_GAUGES`),
-- with capture, its counters since the start of the server.
+- with capture, or with learning from served states, its counters since the start of the server.
 
 With several API servers (Prometheus' multiprocess mode) `/metrics` shows only vLLM's own counters:
 each API server sees a part of the steps, and warns by its part.
@@ -38,7 +38,8 @@ from leadout.engine.counters import WINDOW_SECONDS, SlidingWindow, read_small, s
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveMetrics, live_metrics_file, read_live_metrics
 from leadout.engine.plugin import SWITCH
-from leadout.engine.settings import CAPTURE, SCHEDULER, sections_of
+from leadout.engine.served_texts import StatesCounters, TextCounters
+from leadout.engine.settings import CAPTURE, LEARN, LEARN_STATES, SCHEDULER, sections_of
 from leadout.engine.vllm_adapter import (
     METRICS,
     AggregateStatLoggerBase,
@@ -229,6 +230,30 @@ def add_capture_counters(
         dropped.add_metric([*labels, reason], getattr(counters, reason))
 
 
+def learn_families() -> tuple[CounterMetricFamily, CounterMetricFamily]:
+    """Requests in the ring, and steps that are missing from it."""
+    written = "Requests written to the ring of `--learn-states`."
+    dropped = "Steps of requests, or requests, missing from the ring: copy too slow, or too large."
+    return (
+        CounterMetricFamily("leadout:learn_requests", written, labels=LABELS),
+        CounterMetricFamily("leadout:learn_dropped", dropped, labels=(*LABELS, "reason")),
+    )
+
+
+def add_learn_counters(
+    families: Sequence[CounterMetricFamily], labels: Sequence[str], texts: Path, states: Path
+) -> None:
+    """Add the counters of one engine, if it is learnt from: the scheduler's and the worker's."""
+    of_texts, of_states = read_small(texts, TextCounters), read_small(states, StatesCounters)
+    if of_texts is None and of_states is None:
+        return
+    of_texts, of_states = of_texts or TextCounters(), of_states or StatesCounters()
+    written, dropped = families
+    written.add_metric(labels, of_texts.written)
+    dropped.add_metric([*labels, "too_slow"], of_states.too_slow)
+    dropped.add_metric([*labels, "too_large"], of_states.too_large + of_texts.too_large)
+
+
 # The instance in Prometheus' registry. A second engine in one process replaces the first, as in
 # vLLM's own metrics.
 _registered: AcceptanceWatch | None = None
@@ -269,7 +294,12 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
 
     def describe(self) -> Iterable[Metric]:
         """The names, which the registry cannot learn from a scrape without drafts."""
-        return [*acceptance_families(), *live_families(), *capture_families()]
+        return [
+            *acceptance_families(),
+            *live_families(),
+            *capture_families(),
+            *learn_families(),
+        ]
 
     def collect(self) -> Iterable[Metric]:
         if self._is_active:
@@ -317,7 +347,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
     def _metrics(self) -> list[Metric]:
         now = monotonic()
         length, rate = acceptance_families()
-        live, capture = live_families(), capture_families()
+        live, capture, learn = live_families(), capture_families(), learn_families()
         with self._lock:
             for engine, window in self._windows.items():
                 labels = [self._model_name, str(engine)]
@@ -330,7 +360,14 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
                 labels = [self._model_name, str(engine)]
                 add_live_metrics(live, labels, live_metrics_file(self._instance, engine))
                 add_capture_counters(capture, labels, small_file(CAPTURE, self._instance, engine))
-        return [length, rate, *(family for family in (*live, *capture) if family.samples)]
+                add_learn_counters(
+                    learn,
+                    labels,
+                    small_file(LEARN, self._instance, engine),
+                    small_file(LEARN_STATES, self._instance, engine),
+                )
+        optional = (*live, *capture, *learn)
+        return [length, rate, *(family for family in optional if family.samples)]
 
 
 def _warn_of_sampling(vllm_config: Any) -> None:

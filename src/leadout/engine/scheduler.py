@@ -30,9 +30,11 @@ from leadout.engine.live import LiveControl, Step, StepReport, live_metrics_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.process_folders import note_shared_memory, private_folder
 from leadout.engine.served_requests import RolloutMixin
+from leadout.engine.served_texts import LearnMixin
 from leadout.engine.settings import (
     CALIBRATION,
     CAPTURE,
+    LEARN,
     LIVE,
     REGISTRY,
     LiveSettings,
@@ -45,6 +47,7 @@ from leadout.engine.step_records import StepRecordingMixin
 from leadout.engine.vllm_adapter import (
     CAPTURE_OF_TRAFFIC,
     LABEL_WORKAROUND,
+    LEARNING,
     LIVE_CONTROL,
     ROLLOUT,
     SAMPLING_WORKAROUND,
@@ -91,6 +94,7 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
         base = type(kinds[0].__name__, tuple(kinds), {})
     features: dict[str, tuple[type[Any], str]] = {
         CAPTURE: (CaptureMixin, CAPTURE_OF_TRAFFIC),
+        LEARN: (LearnMixin, LEARNING),
         REGISTRY: (RolloutMixin, ROLLOUT),
         CALIBRATION: (StepRecordingMixin, STEP_RECORDS),
     }

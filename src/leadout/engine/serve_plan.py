@@ -18,14 +18,17 @@ from leadout.control.tuned_file import Range, Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
 from leadout.engine.cuda_graphs import flags_for_all_batches, graph_notes
 from leadout.engine.hot_swap import version_to_start_with
+from leadout.engine.learn_plan import NEEDS_DRAFTER, learn_settings, refuse_without_ring
 from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
 from leadout.engine.server import server_command
 from leadout.engine.settings import (
     IDLE_DRAFTER_WORKER,
     SCHEDULER,
+    STATES_TAP_WORKER,
     CalibrationSettings,
     CaptureSettings,
     DraftTableSettings,
+    LearnSettings,
     LiveSettings,
     RegistrySettings,
     ServeSettings,
@@ -116,6 +119,7 @@ class _Planner:
             self._other_flags = without_revision(self._other_flags)
         self._tuned: Tuned | None = None
         self._draft_table: DraftTableSettings | None = None
+        self._learn: LearnSettings | None = None
 
     def _target_named_by_drafter(self) -> str | None:
         """The target that a speculators-format drafter names; None for any other model."""
@@ -144,6 +148,7 @@ class _Planner:
             flags, states = states_flags(settings, self._target_folder("--states"), notes)
             return self._with_features(flags, Features(states=states))
         refuse_without_states(settings)
+        refuse_without_ring(settings)
         if settings.capture_upload is not None and settings.capture is None:
             raise SettingsError(
                 "--capture-upload requires --capture: requests are written to a folder of this "
@@ -154,10 +159,11 @@ class _Planner:
             raise SettingsError("--registry-key requires --registry. Add it, or remove the key.")
         method = self._speculation.get("method", "dflash")
         if method != "dflash":
-            for name in ("tuned", "live", "registry"):
+            for name in ("tuned", "live", "registry", "learn_states"):
                 if getattr(settings, name):
+                    flag = f"--{name.replace('_', '-')}"
                     raise SettingsError(
-                        f"--{name} works with the method dflash only, but --speculative-config has "
+                        f"{flag} works with the method dflash only, but --speculative-config has "
                         f"{method}. Remove one of the two."
                     )
             if settings.draft is None:
@@ -167,6 +173,8 @@ class _Planner:
             self._tuned = read_tuned(settings.tuned)
         drafter = self._named_drafter()
         if drafter is None and settings.registry is None:
+            if settings.learn_states is not None:
+                raise SettingsError(NEEDS_DRAFTER)
             notes.append("no drafter: plain vLLM")
             return self._without_drafter([*settings.vllm_flags])
         if self._target != settings.target:
@@ -220,6 +228,7 @@ class _Planner:
             capture=settings.capture_settings,
             draft_table=self._draft_table,
             calibration=self._calibration,
+            learn=self._learn,
         )
         if settings.live:
             tuned = None if settings.tuned is None else settings.tuned.resolve()
@@ -251,12 +260,13 @@ class _Planner:
 
     def _with_unexamined(self, drafter: str) -> Plan:
         """For a drafter that only vLLM can fetch."""
-        for name in ("tuned", "live"):
+        for name in ("tuned", "live", "learn_states"):
             if getattr(self._settings, name):
+                flag = f"--{name.replace('_', '-')}"
                 raise SettingsError(
-                    f"--{name} needs a drafter whose files are in a folder or on the Hugging Face "
+                    f"{flag} needs a drafter whose files are in a folder or on the Hugging Face "
                     f"hub, got {drafter}, which only vLLM can fetch. Download it and name the "
-                    f"folder, or remove --{name}."
+                    f"folder, or remove {flag}."
                 )
         self._notes.append(f"drafter {drafter}: only vLLM can fetch it; passed on, not examined")
         speculation = {**self._speculation, "method": "dflash", "model": drafter}
@@ -271,6 +281,8 @@ class _Planner:
 
     def _without_drafter(self, flags: list[str]) -> Plan:
         """Capture and calibration are the features that need no drafter."""
+        if self._settings.learn_states is not None:
+            self._notes.append("--learn-states: off, because nothing is drafted")
         features = Features(capture=self._settings.capture_settings, calibration=self._calibration)
         if features == Features():
             flags = [*_seed_scheduler(self._target, flags, self._notes), *flags]
@@ -340,7 +352,9 @@ class _Planner:
         ours = {"method": "dflash", "model": drafter, **lengths}
         speculation = {**self._speculation, **ours}
         draft_tokens, table = lengths[DRAFT_LENGTH], speculation.get(DRAFT_LENGTH_BY_BATCH)
-        if table:
+        if self._settings.learn_states is not None:  # does what the other one does too
+            flags = [*flags, "--worker-cls", STATES_TAP_WORKER]
+        elif table:
             flags = [*flags, *_idle_drafter(self._target, flags, config)]
         # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
         raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
@@ -369,6 +383,16 @@ class _Planner:
             if table:  # Leadout's ladder, or the user's own
                 lengths_in_use = {min(k, draft_tokens) for _, _, k in table}
                 flags += flags_for_all_batches(parse(self._target, flags), config, lengths_in_use)
+        if self._settings.learn_states is not None:
+            self._learn = learn_settings(
+                self._settings,
+                self._settings.learn_states,
+                self._target,
+                self._target_folder("--learn-states"),
+                checkpoint,
+                config,
+                notes,
+            )
         return flags
 
 

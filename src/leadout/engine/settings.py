@@ -21,11 +21,14 @@ from leadout.settings import Settings, setting
 from leadout.storage import Place, resolved
 
 LIVE, CAPTURE, REGISTRY, DRAFT_TABLE = "live", "capture", "registry", "draft_table"
-CALIBRATION, STATES = "calibration", "states"
+CALIBRATION, STATES, LEARN = "calibration", "states", "learn"
+LEARN_STATES = "learn-states"  # the worker's counters
 # vLLM's `scheduler_cls` for every part that works in the scheduler.
 SCHEDULER = "leadout.engine.scheduler.make_scheduler"
 # vLLM's `worker_cls` for a server that may stop drafting, on the V2 runner.
 IDLE_DRAFTER_WORKER = "leadout.engine.idle_drafter.IdleDrafterWorker"
+# vLLM's `worker_cls` for a server whose states are learnt from; includes the one above.
+STATES_TAP_WORKER = "leadout.engine.states_tap.StatesTapWorker"
 # vLLM's `worker_extension_cls` for a server whose drafter can be swapped.
 WORKER_EXTENSION = "leadout.engine.hot_swap.SwapExtension"
 
@@ -100,6 +103,22 @@ class StatesSettings(Section):
     fp8: bool = False
     max_bytes: int = Field(default=4 << 30, ge=1 << 16)  # of files that wait to be read
     max_seconds: float = Field(default=600.0, gt=0)  # until an unread file may be removed
+
+
+class LearnSettings(Section):
+    """Learning from served states: write texts and states into a ring in shared memory."""
+
+    folder: Path
+    rate: float = Field(default=0.1, gt=0, le=1)  # fraction of the requests
+    max_bytes: int = Field(default=1 << 30, ge=1 << 20)  # of the states of one engine
+    # What the ring's `RingInfo` says.
+    server_id: str = Field(min_length=16)
+    target: str
+    target_fingerprint: str
+    layer_ids: tuple[int, ...] = Field(min_length=1)
+    hidden_size: int = Field(ge=1)
+    dtype: Literal["bfloat16", "float32", "float8"]
+    window: int | None = None
 
 
 _Section = TypeVar("_Section", bound=Section)
@@ -180,6 +199,7 @@ def version_of_drafter(registry: Registry, drafter: str) -> int | None:
 
 
 _DRAFTER, _LENGTH, _CAPTURE, _STATES = "Drafter", "Draft length", "Capture", "Hidden states"
+_LEARN = "Learning from served states"
 
 
 class ServeSettings(Settings):
@@ -243,6 +263,24 @@ class ServeSettings(Settings):
         "File with keys, one in each line: the first one encrypts what is kept. Default: the "
         "variable LEADOUT_CAPTURE_KEY, if it is set.",
         panel=_CAPTURE,
+    )
+    learn_states: Path | None = setting(
+        None,
+        "Folder in shared memory, such as /dev/shm/leadout-ring: texts and hidden states of "
+        "requests are kept there for `leadout learn --states`, the oldest overwritten.",
+        panel=_LEARN,
+        metavar="RING",
+    )
+    learn_rate: float = setting(
+        0.1, "Fraction of the requests to learn from.", panel=_LEARN, ge=0.0001, le=1
+    )
+    learn_states_fp8: bool = setting(
+        False,
+        "Keep the states in FP8 with a scale per token and layer: half the bytes.",
+        panel=_LEARN,
+    )
+    learn_ring_gib: float = setting(
+        1.0, "GiB of shared memory for the states of each engine.", panel=_LEARN, ge=0.001
     )
     states: bool = setting(
         False,

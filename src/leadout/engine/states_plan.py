@@ -92,7 +92,7 @@ def extracted_layers(target: Path, asked: Sequence[int] | None) -> list[int]:
 
 def _require_alone(settings: ServeSettings, parsed: Any) -> None:
     """Refuse what a server that only extracts cannot do as well."""
-    ours = ("draft", "registry", "tuned", "capture", "live")
+    ours = ("draft", "registry", "tuned", "capture", "live", "learn_states")
     given = [name for name in ours if getattr(settings, name)]
     given += ["speculative_config"] if speculation_of(parsed) else []
     given += ["kv_transfer_config"] if parsed.kv_transfer_config else []

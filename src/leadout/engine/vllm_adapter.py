@@ -102,6 +102,7 @@ OBJECTS = {
 LIVE_CONTROL = "live control"
 STEP_RECORDS = "recording of steps"
 CAPTURE_OF_TRAFFIC = "capture"
+LEARNING = "learning from served states"
 ROLLOUT = "rollout of drafter versions"
 SAMPLING_WORKAROUND = "workaround for sampling on CPUs"
 SEED_WORKAROUND = "workaround for seeds on CPUs"
@@ -151,6 +152,13 @@ _PROPOSE = Internal(
     "num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, "
     "dp_sync_state=, dummy_run=, skip_attn_for_dummy_run=, mm_inputs=, is_profile=, "
     "num_speculative_tokens=",
+)
+_PROPOSE_V1 = Internal(
+    _PROPOSER,
+    "propose",
+    "self, num_speculative_tokens, target_token_ids, target_positions, "
+    "target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata, "
+    "sampling_metadata, mm_embed_inputs=, num_rejected_tokens_gpu=, slot_mappings=",
 )
 # Of a step that is watched, and whose K is set.
 _WATCHED_STEP = (
@@ -202,6 +210,31 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "vllm.v1.request:RequestStatus",
             "FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED",
         ),
+    ),
+    LEARNING: (
+        _FREE_REQUEST,
+        _PROPOSE,
+        _PROPOSE_V1,
+        *_attributes(_REQUEST, "request_id status prompt_token_ids prompt_embeds mm_features"),
+        *_attributes(_REQUEST, "lora_request output_token_ids sampling_params"),
+        *_attributes(
+            "vllm.v1.core.sched.output:NewRequestData",
+            "req_id prompt_token_ids prompt_embeds mm_features lora_request sampling_params",
+        ),
+        *_attributes(_OUTPUT, "scheduled_new_reqs finished_req_ids"),
+        *_attributes(
+            "vllm.v1.worker.gpu.input_batch:InputBatch",
+            "req_ids query_start_loc_np input_ids positions",
+        ),
+        *_attributes("vllm.v1.worker.gpu_input_batch:InputBatch", "req_ids"),
+        *_attributes("vllm.v1.attention.backend:CommonAttentionMetadata", "query_start_loc_cpu"),
+        *_attributes("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "speculator"),
+        *_attributes("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "drafter input_batch"),
+        *_attributes(_WORKER, "model_runner"),
+        *_attributes("vllm.v1.worker.worker_base:WorkerBase", "is_driver_worker vllm_config"),
+        Internal(_WORKER, "init_device", "self"),
+        Internal(_WORKER, "execute_model", "self, scheduler_output"),
+        Internal(_WORKER, "shutdown", "self"),
     ),
     ROLLOUT: (
         _FREE_REQUEST,
@@ -269,13 +302,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
     ),
     DRAFT_RECORDING: (
         _PROPOSE,
-        Internal(
-            _PROPOSER,
-            "propose",
-            "self, num_speculative_tokens, target_token_ids, target_positions, "
-            "target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata, "
-            "sampling_metadata, mm_embed_inputs=, num_rejected_tokens_gpu=, slot_mappings=",
-        ),
+        _PROPOSE_V1,
         *_attributes(
             "vllm.v1.worker.gpu.input_batch:InputBatch",
             "num_reqs num_tokens idx_mapping positions",

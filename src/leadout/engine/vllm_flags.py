@@ -20,6 +20,7 @@ from leadout.engine.settings import (
     CALIBRATION,
     CAPTURE,
     DRAFT_TABLE,
+    LEARN,
     LIVE,
     REGISTRY,
     SCHEDULER,
@@ -28,6 +29,7 @@ from leadout.engine.settings import (
     CalibrationSettings,
     CaptureSettings,
     DraftTableSettings,
+    LearnSettings,
     LiveSettings,
     RegistrySettings,
     Section,
@@ -242,6 +244,7 @@ class Features:
     draft_table: DraftTableSettings | None = None
     calibration: CalibrationSettings | None = None
     states: StatesSettings | None = None
+    learn: LearnSettings | None = None
 
     def sections(self) -> dict[str, Section]:
         """Their settings, by the name of their section in vLLM's additional_config."""
@@ -252,6 +255,7 @@ class Features:
             DRAFT_TABLE: self.draft_table,
             CALIBRATION: self.calibration,
             STATES: self.states,
+            LEARN: self.learn,
         }
         return {name: each for name, each in features.items() if each is not None}
 
@@ -267,7 +271,7 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
     flags = []
     first = next(iter(sections))
     if first != STATES:  # which has no part in the scheduler, and is alone
-        names = {DRAFT_TABLE: "--tuned", CALIBRATION: "`leadout tune`"}
+        names = {DRAFT_TABLE: "--tuned", CALIBRATION: "`leadout tune`", LEARN: "--learn-states"}
         _require_default(names.get(first, f"--{first}"), parsed, "scheduler_cls")
         flags += ["--scheduler-cls", SCHEDULER]
     if REGISTRY in sections:
@@ -277,6 +281,9 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
         if parsed.data_parallel_size > 1 and parsed.api_server_count is None:
             flags += ["--api-server-count", "1"]  # else vLLM starts one for each rank
         flags += ["--worker-extension-cls", WORKER_EXTENSION]
+    if LEARN in sections:  # the drafter, and so the states, are on the last rank only
+        _require_one("--learn-states", parsed, "pipeline_parallel_size")
+        _require_one("--learn-states", parsed, "prefill_context_parallel_size")
     if CAPTURE in sections:  # find out now what the server would find out after its start
         try:
             capture = CaptureSettings.model_validate(additional["leadout"][CAPTURE])

@@ -17,14 +17,15 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from leadout.files import FileError, read_model
 from leadout.ring.memory import RingError, RingWriter, is_abandoned
 from leadout.ring.records import RingInfo
 
 INFO = "ring.json"
-STATES, TEXTS = "states", "texts"
+STATES: Final = "states"
+TEXTS: Final = "texts"
 Kind = Literal["states", "texts"]
 _IN_MEMORY = ("tmpfs", "ramfs")
 
