@@ -1,4 +1,4 @@
-"""Training text on disk: append-only JSONL files with one sample of token ids per line.
+"""Training text: append-only JSONL files with one sample of token ids per line, or in memory.
 
 Each line is written by one call, so a killed writer leaves at most one incomplete line at the end,
 which the next writer truncates. A file lock excludes a second writer. Readers ignore an incomplete
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,8 +167,45 @@ class WrittenSamples(Mapping[str, Sample]):
         return len(self._offsets)
 
 
-class Samples(Sequence[Sample]):
-    """The samples of several files in the order of their ids, whichever file each is in."""
+class SampleSet(Sequence[Sample], ABC):
+    """Samples of several parts in the order of their ids, whichever part each is in."""
+
+    facts: list[SampleFacts]
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        """The sample, which may be read from a file each time."""
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    @abstractmethod
+    def part_of(self, index: int) -> str:
+        """The name of the part, or file, of a sample."""
+
+
+class SamplesInMemory(SampleSet):
+    """Samples that are in no file, in named parts."""
+
+    def __init__(self, parts: Mapping[str, Sequence[Sample]]) -> None:
+        found = [(sample, name) for name, samples in parts.items() for sample in samples]
+        found.sort(key=lambda item: item[0].id)
+        for (first, _), (second, part) in pairwise(found):
+            if first.id == second.id:
+                raise ShardError(f"{part}: the sample {shown(second.id)} occurs twice.")
+        self.facts = [SampleFacts.of(sample) for sample, _ in found]
+        self._samples = [sample for sample, _ in found]
+        self._parts = [part for _, part in found]
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        return self._samples[index]
+
+    def part_of(self, index: int) -> str:
+        return self._parts[index]
+
+
+class Samples(SampleSet):
+    """The samples of several files; each file is a part."""
 
     def __init__(
         self, paths: Sequence[Path], each: Callable[[Sample], None] = lambda _: None
@@ -187,15 +225,11 @@ class Samples(Sequence[Sample]):
         self._shards = array("H", (shard for _, shard, _ in found))  # the file of each sample ...
         self._offsets = array("q", (offset for _, _, offset in found))  # ... and its offset there
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         return _sample_at(self._paths[self._shards[index]], self._offsets[index])
 
-    def path_of(self, index: int) -> Path:
-        """The file of a sample."""
-        return self._paths[self._shards[index]]
+    def part_of(self, index: int) -> str:
+        return self._paths[self._shards[index]].name
 
 
 def _repeated(path: Path, name: str) -> ShardError:

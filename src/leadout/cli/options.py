@@ -177,6 +177,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "env": (),
     "inspect": (),
     "learn": (ENGINE,),  # not with --status
+    "learn --states": (),
     "selftest": (ENGINE, AIOHTTP),
     "serve": (ENGINE,),
     "train": (ENGINE,),

@@ -75,9 +75,16 @@ class Child:
     """
 
     def __init__(
-        self, module: str, log: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        name: str = "vLLM's process",
     ) -> None:
+        """`name` is what messages call the process."""
         self._module = module
+        self._name = name
         self._log = log
         self._environment = without_torchrun({**os.environ, **(environment or {})})
         self._temporary_log: Path | None = None
@@ -158,7 +165,7 @@ class Child:
         self._is_dead = True
         self._temporary_log = None  # the message names it
         code = self._process.wait()
-        return EngineError(f"vLLM's process ended with exit code {code}.\n{log_tail(self._log)}")
+        return EngineError(f"{self._name} ended with exit code {code}.\n{log_tail(self._log)}")
 
 
 def run_module(
@@ -177,7 +184,7 @@ def answer_requests(request: type[Request], answer: Callable[[Request, Report], 
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # prints of vLLM and of its libraries go into the log
     # A parent that died before this call has closed the pipe with the requests.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def send(kind: str, text: str) -> None:
         replies.write(f"{kind} {text}\n")
@@ -210,7 +217,7 @@ def main(arguments: list[str]) -> int:
     lifeline, separator, command = int(arguments[0]), arguments[1], arguments[2:]
     if separator != "--" or not command:
         raise SystemExit("usage: python -m leadout.engine.child_process FD -- COMMAND...")
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     folder = os.environ.pop(GUARD_REMOVES, None)  # not for guards of the command
     stop_requested = False
 
@@ -254,7 +261,8 @@ def _stop_with_descendants(child: subprocess.Popen[bytes]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """The system call of that name, on this process."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

@@ -16,6 +16,7 @@ Confidence intervals resample texts, not tokens: the tokens of one text are not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -216,14 +217,16 @@ def acceptance_by_drafter(
     report: Callable[[], None] = lambda: None,
     urls: Sequence[str] = (),
     vllm_flags: Sequence[str] = (),
+    states: StateSource | None = None,
 ) -> list[list[TextAcceptance]]:
     """For each drafter, its acceptance on every sample; `report` is called after each sample.
 
-    The target's states come from servers of hidden states if there are `urls`, or from one that is
-    started with `vllm_flags` if the target cannot be loaded on `device`.
+    The target's states come from `states`, if all drafters read the same layers and these are
+    known; else from servers of hidden states if there are `urls`, or from one that is started with
+    `vllm_flags` if the target cannot be loaded on `device`.
     """
     precision = read_checkpoint(drafters[0]).tensors.dtype
-    served = not urls and why_not_loaded(target, precision, device) is not None
+    served = states is None and not urls and why_not_loaded(target, precision, device) is not None
     if served:
         device = torch.device("cpu")  # the server that is started takes the GPU
     weights = load_target_weights(TargetFiles(target), precision, device)
@@ -233,26 +236,31 @@ def acceptance_by_drafter(
     ]
     heads = [DraftHead.of(forward.drafter, weights) for forward in forwards]
     max_drafts = [served_draft_tokens(folder) for folder in drafters]
-    layer_ids = {layer for each in forwards for layer in each.drafter.config.target_layer_ids}
     found: list[list[TextAcceptance]] = [[] for _ in drafters]
     items = [(number, to_sequence(each, max_length)) for number, each in enumerate(samples)]
-    longest = max((len(sequence) for _, sequence in items), default=1)
-    with reference_target(
-        target,
-        layer_ids,
-        precision,
-        longest=longest,
-        device=device,
-        urls=urls,
-        served=served,
-        vllm_flags=vllm_flags,
-    ) as reference:
-        states = SharedStates(reference, layer_ids, keep_all=False)
+    taps = [forward.drafter.config.target_layer_ids for forward in forwards]
+    with ExitStack() as opened:
+        if states is not None:
+            sources = [states for _ in forwards]
+        else:
+            layer_ids = {layer for each in taps for layer in each}
+            reference = reference_target(
+                target,
+                layer_ids,
+                precision,
+                longest=max((len(sequence) for _, sequence in items), default=1),
+                device=device,
+                urls=urls,
+                served=served,
+                vllm_flags=vllm_flags,
+            )
+            shared = SharedStates(opened.enter_context(reference), layer_ids, keep_all=False)
+            sources = [shared.tapped_at(each) for each in taps]
         for item, sample in zip(items, samples, strict=True):
-            for texts, forward, head, limit in zip(found, forwards, heads, max_drafts, strict=True):
-                config = forward.drafter.config
-                source = states.tapped_at(config.target_layer_ids)
-                (drafts,) = accepted_drafts(forward, head, source, [item], config.block_size)
+            compared = zip(found, forwards, heads, sources, max_drafts, strict=True)
+            for texts, forward, head, source, limit in compared:
+                size = forward.drafter.config.block_size
+                (drafts,) = accepted_drafts(forward, head, source, [item], size)
                 counts = drafts.counts.clamp(max=limit)
                 steps = along_decoding(counts)
                 texts.append(TextAcceptance(sample.source, len(sample.prompt), counts, steps))

@@ -219,14 +219,18 @@ class StatesOnDisk:
         os.close(self._marks)
 
     def observe(self, sequences: Sequence[Indexed]) -> Observation:
-        missing = [item for item in sequences if not self._is_written(item[0])]
-        if missing:
-            self._write(missing)
+        self.fill(sequences)
         longest = max(len(sequence) for _, sequence in sequences)
         wide = torch.zeros(len(sequences), longest, self._width, dtype=self._dtype)
         for row, (index, sequence) in enumerate(sequences):
             self._read_into(wide[row, : len(sequence)], index)
         return Observation(wide[:, :, : -self._hidden_size], wide[:, :, -self._hidden_size :])
+
+    def fill(self, sequences: Sequence[Indexed]) -> None:
+        """Compute and write the states that are missing."""
+        missing = [item for item in sequences if not self._is_written(item[0])]
+        if missing:
+            self._write(missing)
 
     def can_read(self, sequences: Sequence[Indexed]) -> bool:
         source = self._source

@@ -121,6 +121,13 @@ class _Folders(Settings):
         panel="Folders",
         metavar="PLACE",
     )
+    states: tuple[str, ...] = setting(
+        (),
+        "Folder of `leadout serve --learn-states`: learn from hidden states as they are served, "
+        "instead of --traffic; repeatable.",
+        panel="Folders",
+        metavar="RING",
+    )
     capture_key: Path | None = setting(
         None,
         "File with the keys of encrypted traffic, as given to `leadout serve`. Default: the "
@@ -148,6 +155,33 @@ class _Folders(Settings):
         panel="Training",
         metavar="URL",
     )
+    cycles: int | None = setting(
+        None,
+        "With --states: end after so many cycles; 0 only computes the states of --replay. Default: "
+        "go on until stopped.",
+        panel="Served states",
+        metavar="N",
+        ge=0,
+    )
+    keep_gib: float = setting(
+        4.0,
+        "With --states: memory for served sequences in GiB; beyond it the oldest are dropped.",
+        panel="Served states",
+        gt=0,
+    )
+    replay_states: int = setting(
+        1000,
+        "With --states: sequences of --replay to train on whose states are computed once and kept "
+        "in --work, beside those of the gate.",
+        panel="Served states",
+        ge=1,
+    )
+    nice: bool = setting(
+        True,
+        "With --states: run at the lowest priority, so that a server on the same machine goes "
+        "first.",
+        panel="Served states",
+    )
     vllm_flags: tuple[str, ...] = setting((), "Flags for every vLLM engine.", panel="hidden")
     start: str | None = setting(
         None,
@@ -159,6 +193,16 @@ class _Folders(Settings):
 
 class LearnConfig(CycleSettings, _Folders):  # in this order, --help lists the folders first
     """All settings of `leadout learn`."""
+
+    @model_validator(mode="after")
+    def _require_one_source(self) -> Self:
+        if self.states and self.traffic is not None:
+            raise ValueError(
+                "--traffic and --states are two sources of what users wrote; give one of them."
+            )
+        if self.cycles is not None and not self.states:
+            raise ValueError("--cycles requires --states: with --traffic there is one cycle.")
+        return self
 
     @property
     def cycle(self) -> CycleSettings:

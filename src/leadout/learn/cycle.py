@@ -12,17 +12,18 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from leadout.check.static import static_findings
 from leadout.checkpoints import read_checkpoint
 from leadout.console import Progress
 from leadout.errors import StoppedError
 from leadout.evaluate.acceptance import Validation
-from leadout.evaluate.ranks import joined_ranks
+from leadout.evaluate.ranks import Ranks, joined_ranks
 from leadout.files import write_text
 from leadout.findings import Severity
-from leadout.learn import data as mix
 from leadout.learn.config import LearnConfig, LearnError
+from leadout.learn.data import REPLAY, TRAFFIC
 from leadout.learn.gate import (
     Decision,
     Evidence,
@@ -34,6 +35,7 @@ from leadout.learn.gate import (
 )
 from leadout.learn.prepare import (
     Inputs,
+    captured_text,
     make_run,
     open_inputs,
     prepare,
@@ -47,10 +49,12 @@ from leadout.learn.report import (
     expected_acceptance,
     ledger_evidence,
 )
+from leadout.learn.sources import CycleText
 from leadout.learn.work_folder import WorkFolder
 from leadout.models import fingerprint, last_part, local_folder
 from leadout.provenance import Provenance, RunStart
 from leadout.registry import Event, PointerMovedError, Registry, RegistryKey
+from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS, write_best
 from leadout.train.progress import curves_of, progress_listener, read_log
 from leadout.train.run import Run
@@ -69,13 +73,18 @@ def learn(
         check_lossless, urls=config.states_from, vllm_flags=config.vllm_flags
     )
     try:
-        result = _run_cycle(inputs, work, show_progress, lossless)
+        result = _learn_from_traffic(inputs, work, show_progress, lossless)
     except KeyboardInterrupt:
         raise StoppedError(
             "Stopped. Run the same command again to continue from the last saved step."
         ) from None
-    if result is None:
-        return None
+    return None if result is None else with_provenance(result, inputs, began, started)
+
+
+def with_provenance(
+    result: LearnResult, inputs: Inputs, began: float, started: RunStart
+) -> LearnResult:
+    """The result of a cycle that began at this time of the monotonic clock."""
     served = inputs.registry.manifest(inputs.version).fingerprint
     models = {"target": inputs.target_fingerprint, "drafter": served}
     return result.model_copy(
@@ -86,7 +95,7 @@ def learn(
     )
 
 
-def _run_cycle(
+def _learn_from_traffic(
     inputs: Inputs, work: WorkFolder, show_progress: bool, lossless: LosslessCheck
 ) -> LearnResult | None:
     with ExitStack() as held:
@@ -95,38 +104,77 @@ def _run_cycle(
             progress = held.enter_context(Progress("learn", quiet=not is_shown))
             if ranks.is_leader:
                 held.enter_context(work.locked())
-                _finish_promoted(inputs, work)
-            cycle = prepare(inputs, work, ranks, progress)
-            with make_run(inputs, work, cycle.training, work.folder, ranks) as run:
-                run.require_room()
-                before_training = run.validate()
-                status = run.train(progress_listener(progress, run))
-                run.release()  # for the engine
+                finish_promoted(inputs, work)
+            training = prepare(inputs, work, ranks, progress).training
+            text = captured_text(inputs, work)
+            trained = train(inputs, work, text, training, ranks, progress)
             if not ranks.is_leader:
                 return None
-        adaptation = _write_candidate(inputs, work, run, status, before_training)
-        trial = Trial(
-            target=inputs.target,
-            first=inputs.first,
-            serving=inputs.drafter.path,
-            candidate=work.candidate,
-            held_out=mix.read_part(work.mix, mix.HELD_OUT),
-            base=mix.read_part(work.mix, mix.BASE),
-            max_length=cycle.training.max_length,
-            device=ranks.device,
-            states_from=inputs.states_from,
-            vllm_flags=inputs.vllm_flags,
-        )
-        evidence = evaluate(trial, lossless, progress)
-        decision, version = decide(evidence, inputs.settings), None
-        if decision.passed:
-            decision, version = _promote(inputs, work.candidate, decision, evidence, adaptation)
-        else:
-            reasons = "; ".join(decision.reasons)
-            numbers = ledger_evidence(evidence, adaptation)
-            event: Event = "undecided" if decision.verdict == "undecided" else "rejected"
-            inputs.registry.record(event, None, reasons, numbers)
-        work.finish()
+        return conclude(inputs, work, text, trained, lossless, progress)
+
+
+class Trained(NamedTuple):
+    """A run that has ended; only its settings, data and files can still be used."""
+
+    run: Run
+    status: RunStatus
+    before: Validation  # with the weights of the serving version
+
+
+def train(
+    inputs: Inputs,
+    work: WorkFolder,
+    text: CycleText,
+    training: TrainConfig,
+    ranks: Ranks,
+    progress: Progress,
+) -> Trained:
+    """Train on the text of a cycle."""
+    with make_run(inputs, text, training, work.folder, ranks) as run:
+        run.require_room()
+        before = run.validate()
+        status = run.train(progress_listener(progress, run))
+        run.release()  # for the engine
+    return Trained(run, status, before)
+
+
+def conclude(
+    inputs: Inputs,
+    work: WorkFolder,
+    text: CycleText,
+    trained: Trained,
+    lossless: LosslessCheck | str,
+    progress: Progress,
+) -> LearnResult:
+    """Evaluate the candidate, publish or reject it, and record that; ends the cycle.
+
+    In place of `lossless` there may be the reason why that check is left out.
+    """
+    run = trained.run
+    adaptation = _write_candidate(inputs, work, trained)
+    trial = Trial(
+        target=inputs.target,
+        first=inputs.first,
+        serving=inputs.drafter.path,
+        candidate=work.candidate,
+        held_out=text.held_out(),
+        base=text.base(),
+        max_length=run.config.max_length,
+        device=run.ranks.device,
+        states_from=inputs.states_from,
+        vllm_flags=inputs.vllm_flags,
+        states=text.known_states,
+    )
+    evidence = evaluate(trial, lossless, progress)
+    decision, version = decide(evidence, inputs.settings), None
+    if decision.passed:
+        decision, version = _promote(inputs, work.candidate, decision, evidence, adaptation)
+    else:
+        reasons = "; ".join(decision.reasons)
+        numbers = ledger_evidence(evidence, adaptation)
+        event: Event = "undecided" if decision.verdict == "undecided" else "rejected"
+        inputs.registry.record(event, None, reasons, numbers)
+    work.finish()
     return LearnResult(
         promoted=decision.passed,
         version=version,
@@ -175,7 +223,7 @@ def _promote(
     return Decision(verdict="rejected", reasons=[reason]), manifest.version
 
 
-def _finish_promoted(inputs: Inputs, work: WorkFolder) -> None:
+def finish_promoted(inputs: Inputs, work: WorkFolder) -> None:
     """End an interrupted cycle whose candidate is already the serving version."""
     before, served = work.interrupted_cycle(), inputs.registry.manifest(inputs.version)
     if before is None or served.parent != before.parent or not work.candidate.is_dir():
@@ -188,10 +236,9 @@ def _finish_promoted(inputs: Inputs, work: WorkFolder) -> None:
         work.finish()
 
 
-def _write_candidate(
-    inputs: Inputs, work: WorkFolder, run: Run, status: RunStatus, before: Validation
-) -> Adaptation:
+def _write_candidate(inputs: Inputs, work: WorkFolder, trained: Trained) -> Adaptation:
     """Write the best weights in the parent's format, with a record of how they were made."""
+    run, status, before = trained
     parent = inputs.drafter
     write_best(
         run,
@@ -204,14 +251,14 @@ def _write_candidate(
     if (parent.path / SETTINGS).exists():
         shutil.copyfile(parent.path / SETTINGS, work.candidate / SETTINGS)
     corpus = run.corpus
-    trained = [corpus.samples.path_of(index).name for index in set(corpus.split.train)]
+    parts = [corpus.samples.part_of(index) for index in set(corpus.split.train)]
     adaptation = Adaptation(
         parent=inputs.version,
         steps=status.step,
         best_step=status.best_step,
         minutes=status.seconds / 60,
-        traffic_requests=trained.count(mix.TRAFFIC),
-        replay_sequences=trained.count(mix.REPLAY),
+        traffic_requests=parts.count(TRAFFIC),
+        replay_sequences=parts.count(REPLAY),
         config=inputs.settings,
         # The record is copied between machines, so it names the version and not its path.
         training=run.config.model_copy(update={"initial": f"version {inputs.version}"}),

@@ -1,10 +1,12 @@
-"""The text of a cycle: captured traffic and replayed data, split into five files without overlap.
+"""The text of a cycle: traffic and replayed data, split into five parts without overlap.
 
-    traffic.jsonl     captured requests to train on
+    traffic.jsonl     requests to train on
     replay.jsonl      original data to train on, against forgetting
     validation.jsonl  some of both, to select the best step
     held_out.jsonl    the newest requests, for the gate only
     base.jsonl        original data that no cycle trains on, for the gate only
+
+Captured traffic is split into files of these names; of served sequences the parts are in memory.
 
 Traffic is split by time, because future traffic resembles the newest most. A prompt that was
 requested again counts once, at its last request, so that the gate never evaluates on a prompt that
@@ -32,13 +34,23 @@ from leadout.evaluate.blocks import Split, split
 from leadout.files import MissingFileError
 from leadout.learn.config import CycleSettings, LearnError, TooLittleTrafficError
 from leadout.sealed import Keys
-from leadout.shards import Sample, Samples, ShardWriter, read_shard, usable_samples
+from leadout.shards import (
+    Sample,
+    Samples,
+    SampleSet,
+    SamplesInMemory,
+    ShardWriter,
+    read_shard,
+    usable_samples,
+)
 from leadout.storage import open_storage
 from leadout.train.config import TrainConfig
 from leadout.train.run import Corpus, evenly_spaced, make_corpus
 
 TRAFFIC, REPLAY, VALIDATION = "traffic.jsonl", "replay.jsonl", "validation.jsonl"
 HELD_OUT, BASE = "held_out.jsonl", "base.jsonl"
+PARTS = (TRAFFIC, REPLAY, VALIDATION, HELD_OUT, BASE)
+TRAINING = PARTS[:3]
 
 # Enough for the budget of one cycle; older requests say less about future ones.
 MAX_REQUESTS = 20_000
@@ -56,7 +68,7 @@ _RESERVED_BYTES = 26  # of the 256 values of a byte: a tenth
 class Traffic:
     """Distinct requests as indices into `samples`, oldest first."""
 
-    samples: Samples
+    samples: SampleSet
     max_length: int
     training: list[int]
     held_out: list[int]
@@ -148,7 +160,7 @@ def copy_newest(
 
 
 def split_traffic(
-    paths: Sequence[Path],
+    samples: SampleSet,
     settings: CycleSettings,
     *,
     block_size: int,
@@ -156,7 +168,6 @@ def split_traffic(
     max_length: int,
 ) -> Traffic:
     """Distinct requests, the newest held out; the two lengths bound where sequences are cut."""
-    samples = Samples(paths)
     length = sequence_length(samples, min_length, max_length)
     newest: dict[bytes, int] = {}
     for index in range(len(samples)):
@@ -175,7 +186,7 @@ def split_traffic(
     return Traffic(samples, length, requests[:-held_out], requests[-held_out:])
 
 
-def sequence_length(samples: Samples, min_length: int, max_length: int) -> int:
+def sequence_length(samples: SampleSet, min_length: int, max_length: int) -> int:
     """The length to which sequences are cut: long enough for nearly all of them."""
     lengths = sorted(len(sample.prompt) + len(sample.response) for sample in samples)
     if not lengths:
@@ -191,7 +202,7 @@ def prompt_key(sample: Sample) -> bytes:
 
 
 class Mix(NamedTuple):
-    """The samples of the five files."""
+    """The samples of the five parts."""
 
     traffic: list[Sample]
     replay: list[Sample]
@@ -206,43 +217,37 @@ def make_mix(
     first: TrainConfig,
     settings: CycleSettings,
     number: int,
+    available: Collection[int] | None = None,
 ) -> Mix:
     """The mix of cycle `number`.
 
-    `first` are the settings of the drafter's first training, which say what was held out.
+    `first` are the settings of the drafter's first training, which say what was held out. Of the
+    replayed data only the `available` samples are used, as returned by `select_base`; None: all.
     """
     samples = replay.samples()
-    original = split(samples.facts, first.max_length, first.validation_sequences)
-    if not original.validation:
-        raise LearnError(
-            f"--replay {replay.folder}: {len(samples)} samples are too few to hold some out and "
-            "measure forgetting; expected at least 5 with answers of two tokens. Generate more "
-            "with `leadout data`."
-        )
+    parts = split_replay(replay, samples, first, settings)
+    usable = set(range(len(samples)) if available is None else available)
     count = max(1, min(MAX_VALIDATION, round(MAX_VALIDATION_SHARE * len(traffic.training))))
 
     def shuffled(index: int) -> str:
         return hashlib.sha256(f"replay {number} {samples[index].id}".encode()).hexdigest()
 
-    reserved = reserved_for_base(samples, original, first.block_size)
-    pool = sorted(set(original.train).difference(reserved), key=shuffled)
+    pool = sorted(usable.intersection(parts.training), key=shuffled)
     validation = [
         *(traffic.samples[index] for index in evenly_spaced(traffic.training, count)),
         *(samples[index] for index in pool[:count]),
     ]
-    gate_only = original.validation
-    if len(gate_only) < POOL_CYCLES * settings.base_sequences:
-        gate_only = [*gate_only, *reserved]
+    gate_only = [index for index in parts.gate_only if index in usable]
     base = [
         samples[index] for index in rotated(samples, gate_only, settings.base_sequences, number)
     ]
     held_out = [traffic.samples[index] for index in evenly_spaced(traffic.held_out, MAX_HELD_OUT)]
     excluded = {prompt_key(sample) for sample in validation}
-    excluded |= {prompt_key(samples[index]) for index in [*original.validation, *reserved]}
+    excluded |= {prompt_key(samples[index]) for index in parts.not_trained_on}
     # All of the newest requests, not only those that are evaluated.
     excluded |= {prompt_key(traffic.samples[index]) for index in traffic.held_out}
 
-    def allowed(source: Samples, indices: Sequence[int]) -> list[Sample]:
+    def allowed(source: SampleSet, indices: Sequence[int]) -> list[Sample]:
         chosen = (source[index] for index in indices)
         return [sample for sample in chosen if prompt_key(sample) not in excluded]
 
@@ -251,7 +256,43 @@ def make_mix(
     return Mix(new, old[:count], validation, held_out, base)
 
 
-def reserved_for_base(samples: Samples, original: Split, block_size: int) -> list[int]:
+class ReplayParts(NamedTuple):
+    """The replayed data by its use, as indices of samples."""
+
+    training: list[int]
+    not_trained_on: list[int]
+    gate_only: list[int]  # the part of `not_trained_on` from which the bases are drawn
+
+
+def split_replay(
+    replay: DataFolder, samples: SampleSet, first: TrainConfig, settings: CycleSettings
+) -> ReplayParts:
+    original = split(samples.facts, first.max_length, first.validation_sequences)
+    if not original.validation:
+        raise LearnError(
+            f"--replay {replay.folder}: {len(samples)} samples are too few to hold some out and "
+            "measure forgetting; expected at least 5 with answers of two tokens. Generate more "
+            "with `leadout data`."
+        )
+    reserved = reserved_for_base(samples, original, first.block_size)
+    gate_only, both = original.validation, [*original.validation, *reserved]
+    if len(gate_only) < POOL_CYCLES * settings.base_sequences:
+        gate_only = both
+    return ReplayParts(sorted(set(original.train).difference(reserved)), both, gate_only)
+
+
+def select_base(
+    replay: DataFolder, first: TrainConfig, settings: CycleSettings, count: int
+) -> list[int]:
+    """The samples of the data that all cycles together need: `count` to train on, and the bases."""
+    samples = replay.samples()
+    parts = split_replay(replay, samples, first, settings)
+    to_train = sorted(parts.training, key=lambda index: samples.facts[index].prompt_hash)[:count]
+    bases = rotated(samples, parts.gate_only, POOL_CYCLES * settings.base_sequences, number=0)
+    return sorted([*to_train, *bases])
+
+
+def reserved_for_base(samples: SampleSet, original: Split, block_size: int) -> list[int]:
     """The greedy part of a fixed tenth of the training prompts, the same in every cycle."""
     found = []
     for index in original.train:
@@ -263,7 +304,7 @@ def reserved_for_base(samples: Samples, original: Split, block_size: int) -> lis
     return found
 
 
-def rotated(samples: Samples, pool: Sequence[int], count: int, number: int) -> list[int]:
+def rotated(samples: SampleSet, pool: Sequence[int], count: int, number: int) -> list[int]:
     """`count` indices of the pool, equally many of each source as far as possible.
 
     Consecutive numbers take consecutive parts of the pool and begin again at its end.
@@ -290,8 +331,7 @@ def rotated(samples: Samples, pool: Sequence[int], count: int, number: int) -> l
 def write_mix(mix: Mix, folder: Path) -> None:
     """Readable by the owner only: it contains what users wrote."""
     folder.mkdir(parents=True, mode=0o700)
-    names = (TRAFFIC, REPLAY, VALIDATION, HELD_OUT, BASE)
-    for name, samples in zip(names, mix, strict=True):
+    for name, samples in zip(PARTS, mix, strict=True):
         with ShardWriter(folder / name) as writer:
             for sample in samples:
                 writer.append(sample)
@@ -302,18 +342,30 @@ def read_part(folder: Path, name: str) -> list[Sample]:
 
 
 def read_training(folder: Path, max_length: int, replay_share: float, vocab_size: int) -> Corpus:
-    """The files to train on; replayed samples are repeated if there are too few for their share."""
-    paths = [folder / name for name in (TRAFFIC, REPLAY, VALIDATION)]
-    samples = Samples(paths)
-    by_path: dict[str, list[int]] = {path.name: [] for path in paths}
+    """What to train on, of a mix in files."""
+    paths = [folder / name for name in TRAINING]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    return _training(Samples(paths), max_length, replay_share, vocab_size, digest)
+
+
+def training_in_memory(mix: Mix, max_length: int, replay_share: float, vocab_size: int) -> Corpus:
+    """What to train on, of a mix that is in no file; not even a hash of it is kept."""
+    samples = SamplesInMemory(dict(zip(TRAINING, mix[: len(TRAINING)], strict=True)))
+    return _training(samples, max_length, replay_share, vocab_size, content_hash="")
+
+
+def _training(
+    samples: SampleSet, max_length: int, replay_share: float, vocab_size: int, content_hash: str
+) -> Corpus:
+    """Replayed samples are repeated if there are too few for their share."""
+    by_part: dict[str, list[int]] = {name: [] for name in TRAINING}
     for index in range(len(samples)):
-        by_path[samples.path_of(index).name].append(index)
-    new, old = by_path[TRAFFIC], by_path[REPLAY]
+        by_part[samples.part_of(index)].append(index)
+    new, old = by_part[TRAFFIC], by_part[REPLAY]
     count = replay_count(len(new), replay_share)
     repeated = (old * -(-count // len(old)))[:count] if old else []
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-    parts = Split([*new, *repeated], by_path[VALIDATION])
-    return make_corpus(samples, parts, max_length, vocab_size, digest)
+    parts = Split([*new, *repeated], by_part[VALIDATION])
+    return make_corpus(samples, parts, max_length, vocab_size, content_hash)
 
 
 def replay_count(new: int, share: float) -> int:

@@ -34,6 +34,7 @@ from leadout.evaluate.acceptance import (
     acceptance_by_drafter,
     served_draft_tokens,
 )
+from leadout.evaluate.hidden_states import StateSource
 from leadout.evaluate.ranks import empty_device_cache
 from leadout.evaluate.reference import reference_device, reference_target
 from leadout.findings import Finding, Severity
@@ -72,6 +73,7 @@ class Evidence(Record):
     first: Comparison | None = None  # with the first version, on the base
     first_by_source: dict[str, Comparison] = Field(default_factory=dict)
     lossless: Lossless | None = None
+    lossless_left_out: str | None = None  # why vLLM was not run with and without the candidate
     # On the traffic, as servers count requests.
     served_before: RequestAcceptance | None = None
     served_after: RequestAcceptance | None = None
@@ -149,7 +151,7 @@ def decide(evidence: Evidence, settings: CycleSettings) -> Decision:
     if evidence.lossless is not None:
         changed = lossless.finding_of(evidence.lossless)
         broken += [f"{changed.name}: {changed.message}"] if changed else []
-    elif not broken:
+    elif not broken and evidence.lossless_left_out is None:
         broken.append("not-lossless: not measured")
     ran = not broken or evidence.lossless is not None
     kept: list[str] = []
@@ -178,6 +180,8 @@ def decide(evidence: Evidence, settings: CycleSettings) -> Decision:
         return Decision(verdict="rejected", reasons=broken + undecided, enough=enough)
     if undecided:
         return Decision(verdict="undecided", reasons=undecided, enough=enough)
+    if evidence.lossless_left_out is not None:
+        kept.append(f"lossless: left out, {evidence.lossless_left_out}")
     return Decision(verdict="passed", reasons=kept)
 
 
@@ -248,10 +252,14 @@ class Trial:
     device: torch.device
     states_from: Sequence[str] = ()  # servers of hidden states
     vllm_flags: Sequence[str] = ()  # of a server of hidden states that is started
+    states: StateSource | None = None  # of all these requests, if they are known already
 
 
-def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence:
-    """Measure a candidate; one whose files already rule it out is not run."""
+def evaluate(trial: Trial, check: LosslessCheck | str, progress: Progress) -> Evidence:
+    """Measure a candidate; one whose files already rule it out is not run.
+
+    In place of `check` there may be the reason why that check is left out.
+    """
     findings = static_findings(trial.target, trial.candidate)
     findings += shape_findings(read_checkpoint(trial.serving), trial.candidate)
     if any(finding.severity is Severity.ERROR for finding in findings):
@@ -267,16 +275,23 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
         progress.stage("comparing drafters", len(samples)),
         trial.states_from,
         trial.vllm_flags,
+        trial.states,
     )
     newest = len(trial.held_out)
     (first,) = of_first or [before]
     empty_device_cache()  # the engine starts on the accelerator that the comparison used
-    done = progress.stage("vLLM with and without it", 1)
-    some = [
-        s for part in (trial.held_out, trial.base) for s in evenly_spaced(part, LOSSLESS_PROMPTS)
-    ]
-    answers = check(trial.target, trial.candidate, some)
-    done()
+    answers, left_out = None, None
+    if isinstance(check, str):
+        left_out = check
+    else:
+        done = progress.stage("vLLM with and without it", 1)
+        some = [
+            sample
+            for part in (trial.held_out, trial.base)
+            for sample in evenly_spaced(part, LOSSLESS_PROMPTS)
+        ]
+        answers = check(trial.target, trial.candidate, some)
+        done()
     return Evidence(
         findings=findings,
         traffic=compare(before[:newest], after[:newest]),
@@ -285,6 +300,7 @@ def evaluate(trial: Trial, check: LosslessCheck, progress: Progress) -> Evidence
         first=compare(first[newest:], after[newest:]),
         first_by_source=compare_by_source(first[newest:], after[newest:]),
         lossless=answers,
+        lossless_left_out=left_out,
         served_before=as_served(before[:newest]),
         served_after=as_served(after[:newest]),
     )

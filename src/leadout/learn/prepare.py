@@ -29,15 +29,16 @@ from leadout.learn.data import (
     copy_newest,
     download_newest,
     make_mix,
-    read_training,
     split_traffic,
     write_mix,
 )
+from leadout.learn.sources import CapturedText, CycleText
 from leadout.learn.work_folder import CYCLE, CycleFile, WorkFolder, remove_folder
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_target, require_trainable
 from leadout.registry import Registry, RegistryKey
 from leadout.sealed import Keys
+from leadout.shards import Samples
 from leadout.storage import is_url, resolved
 from leadout.train.budget import (
     VALIDATIONS,
@@ -51,7 +52,6 @@ from leadout.train.export import SETTINGS
 from leadout.train.init import changed_head_rows
 from leadout.train.plan import time_steps
 from leadout.train.run import Run, complete_settings
-from leadout.train.states_source import served_states
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Inputs:
     version: int  # the serving one, which training starts from
     drafter: Checkpoint
     first: Path  # version 1, with which every candidate is compared
-    traffic: str  # a folder or URL
+    traffic: str  # a folder or URL; empty if served states are learnt from
     replay: DataFolder
     keys: Keys  # of encrypted traffic
     states_from: tuple[str, ...] = ()  # servers of hidden states
@@ -85,7 +85,7 @@ class Inputs:
             parent=self.version,
             parent_fingerprint=self.registry.manifest(self.version).fingerprint,
             target_fingerprint=self.target_fingerprint,
-            traffic=resolved(self.traffic),
+            traffic=resolved(self.traffic) if self.traffic else "",
             replay=str(self.replay.folder.absolute()),
             config=self.settings,
             training=training,
@@ -97,7 +97,8 @@ class Inputs:
 def open_inputs(config: LearnConfig) -> Inputs:
     """Open the inputs; everything that can be rejected is rejected here, before any work."""
     name: str = config.required("target")
-    traffic, replay_folder = config.required("traffic"), config.required("replay")
+    traffic = "" if config.states else config.required("traffic")
+    replay_folder = config.required("replay")
     registry = Registry(config.registry, signing_key(config.registry_key))
     pointer = registry.require_pointer()
     registry.storage.require_writable("--registry")
@@ -195,26 +196,40 @@ def prepare(inputs: Inputs, work: WorkFolder, ranks: Ranks, progress: Progress) 
         max_length, segments = _write_text(inputs, work)
     max_length = _from_leader(ranks, max_length)
     training = base_settings(inputs.drafter, inputs.settings, max_length, inputs.number)
-    training = _fit_to_budget(inputs, work, training, ranks, progress)
+    text = captured_text(inputs, work)
+    training = fit_to_budget(inputs, work, text, training, ranks, progress)
     cycle = inputs.cycle(training, segments, work.mix_hash() if ranks.is_leader else "")
     if ranks.is_leader:
-        write_text(work.folder / CYCLE, cycle.model_dump_json(indent=2) + "\n")
+        write_cycle(work, cycle)
     return cycle
+
+
+def write_cycle(work: WorkFolder, cycle: CycleFile) -> None:
+    write_text(work.folder / CYCLE, cycle.model_dump_json(indent=2) + "\n")
+
+
+def captured_text(inputs: Inputs, work: WorkFolder) -> CapturedText:
+    """The text that `prepare` has written."""
+    return CapturedText(
+        mix=work.mix,
+        target=inputs.target,
+        layer_ids=inputs.drafter.config.target_layer_ids,
+        vocab_size=read_target(inputs.target).vocab_size,
+        replay_share=inputs.settings.replay_share,
+        states_from=inputs.states_from,
+        vllm_flags=inputs.vllm_flags,
+    )
 
 
 @contextmanager
 def make_run(
-    inputs: Inputs, work: WorkFolder, training: TrainConfig, out: Path, ranks: Ranks
+    inputs: Inputs, text: CycleText, training: TrainConfig, out: Path, ranks: Ranks
 ) -> Iterator[Run]:
     """A training run on the text of the cycle, in the folder `out`; its servers end with it."""
+    corpus = text.corpus(training.max_length)
     vocab_size = read_target(inputs.target).vocab_size
-    share = inputs.settings.replay_share
-    corpus = read_training(work.mix, training.max_length, share, vocab_size)
     settings = complete_settings(training, inputs.target, corpus, vocab_size)
-    taps, longest = inputs.drafter.config.target_layer_ids, max(corpus.lengths)
-    where = settings.model_copy(update={"states_from": inputs.states_from})
-    flags = inputs.vllm_flags
-    with served_states(inputs.target, taps, where, longest, ranks, flags) as states:
+    with text.states(settings, max(corpus.lengths), ranks) as states:
         yield Run(inputs.target, corpus, settings, out, ranks, inputs.drafter.config, states)
 
 
@@ -283,7 +298,7 @@ def _write_text(
                 inputs.traffic,
             )
         traffic = split_traffic(
-            copied.paths,
+            Samples(copied.paths),
             settings,
             block_size=drafter.config.block_size,
             min_length=first.max_length,
@@ -299,15 +314,20 @@ def _write_text(
     return traffic.max_length, copied.segments
 
 
-def _fit_to_budget(
-    inputs: Inputs, work: WorkFolder, training: TrainConfig, ranks: Ranks, progress: Progress
+def fit_to_budget(
+    inputs: Inputs,
+    work: WorkFolder,
+    text: CycleText,
+    training: TrainConfig,
+    ranks: Ranks,
+    progress: Progress,
 ) -> TrainConfig:
     """The settings with as many steps as the minutes or tokens allow."""
     config = inputs.settings
     with (
         # Inside the mix: it has states of the text, and is removed with it.
         tempfile.TemporaryDirectory(dir=work.mix) as scratch,
-        make_run(inputs, work, training, Path(scratch), ranks) as run,
+        make_run(inputs, text, training, Path(scratch), ranks) as run,
     ):
         settings, corpus = run.config, run.corpus
         if config.tokens is not None:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from leadout.console import safe, table
+from leadout.learn.collector import ServedCounts
 from leadout.learn.config import CycleSettings, Record
 from leadout.learn.gate import Decision, Evidence
 from leadout.provenance import Provenance
@@ -49,6 +50,7 @@ class LearnResult(Record):
     evidence: Evidence
     adaptation: Adaptation
     seconds: float
+    served: ServedCounts | None = None  # None for captured traffic
     provenance: Provenance | None = None  # "drafter" is the version that was served before
 
 
@@ -114,6 +116,8 @@ def ledger_evidence(
             numbers[f"{name}_change_low"] = round(comparison.change.low, 4)
     if evidence.lossless is not None:
         numbers["lossless"] = not evidence.lossless.divergences
+    elif evidence.lossless_left_out is not None:
+        numbers["lossless"] = f"left out: {evidence.lossless_left_out}"
     return numbers
 
 
@@ -176,6 +180,16 @@ def print_result(result: LearnResult, registry: str, candidate: Path) -> None:
     shown = table(title, headings, rows)
     shown.columns[-1].no_wrap = True
     console.print(shown)
+    served = result.served
+    if served is not None:
+        left_out = f"{served.without_beginning} without their beginning, {served.unusable} unusable"
+        console.print(
+            safe(
+                f"{served.sequences} sequences served since the start, {served.used} of them used; "
+                f"left out: {left_out}, {served.lost} lost."
+            ),
+            soft_wrap=True,
+        )
     for line in (
         f"{made.steps} steps in {made.minutes:.1f} minutes on {made.traffic_requests} requests and "
         f"{made.replay_sequences} replayed sequences; {result.seconds / 60:.1f} minutes in total.",

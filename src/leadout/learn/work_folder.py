@@ -8,11 +8,12 @@
       mix/           the text to train and evaluate on
       run/           the training run
       candidate/     the drafter that the gate evaluates
+      base/          states of replayed data, for cycles on served states
 
-Everything in it can contain what users wrote, so it is readable by the owner only. However a cycle
-ends, also if it is killed, the text and the target's states of it are removed. An interrupted cycle
-continues nevertheless: it selects the same text from the captured traffic again, from the lines
-that were there when it began.
+All but `base` can contain what users wrote, so the folder is readable by the owner only. However a
+cycle ends, also if it is killed, the text and the target's states of it are removed. An interrupted
+cycle continues nevertheless: it selects the same text from the captured traffic again, from the
+lines that were there when it began. Cycles on served states have no text in files at all.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class WorkFolder:
         self.run = folder / WORK
         self.states = self.run / STATES
         self.candidate = folder / "candidate"
+        self.base = folder / "base"
 
     @contextmanager
     def locked(self) -> Iterator[None]:

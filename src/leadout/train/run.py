@@ -37,7 +37,7 @@ from leadout.leftovers import remove_abandoned
 from leadout.models import fingerprint
 from leadout.pairing import read_sizes
 from leadout.pairing.target import spread_layer_ids
-from leadout.shards import Samples
+from leadout.shards import SampleSet
 from leadout.train.config import TrainConfig, TrainError
 from leadout.train.gradient import Gradient, blocks_per_sequence, uses_flex
 from leadout.train.init import (
@@ -66,7 +66,7 @@ MAX_STATE_BYTES = 200e9
 class Corpus:
     """The data of a run."""
 
-    samples: Samples
+    samples: SampleSet
     split: Split
     lengths: list[int]  # of every sample, cut to the maximum length
     answers: list[int]  # the part of each length that is the answer
@@ -109,7 +109,7 @@ def read_corpus(data: DataFolder, target: Path, config: TrainConfig, vocab_size:
 
 
 def make_corpus(
-    samples: Samples, parts: Split, max_length: int, vocab_size: int, content_hash: str
+    samples: SampleSet, parts: Split, max_length: int, vocab_size: int, content_hash: str
 ) -> Corpus:
     counted = TokenCounts(vocab_size)
     for index in sorted(set(parts.train)):
@@ -118,7 +118,7 @@ def make_corpus(
 
 
 def _corpus(
-    samples: Samples, parts: Split, max_length: int, counted: TokenCounts, content_hash: str
+    samples: SampleSet, parts: Split, max_length: int, counted: TokenCounts, content_hash: str
 ) -> Corpus:
     facts = samples.facts
     lengths = [min(each.prompt_length + each.response_length, max_length) for each in facts]
@@ -136,8 +136,6 @@ def complete_settings(
     config: TrainConfig, target: Path, corpus: Corpus, vocab_size: int
 ) -> TrainConfig:
     """Fill in the settings that are chosen from target and data."""
-    from transformers import AutoTokenizer
-
     sizes = read_sizes(target)
     changes: dict[str, Any] = {}
     if config.layers is None:
@@ -145,6 +143,8 @@ def complete_settings(
     if config.target_layer_ids is None:
         changes["target_layer_ids"] = spread_layer_ids(sizes.num_layers)
     if config.mask_token_id is None:
+        from transformers import AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(target)
         ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         ends |= _stop_tokens(target)

@@ -43,7 +43,7 @@ def traffic_of(samples: list[Sample], folder: Path, settings: CycleSettings = FE
     with ShardWriter(folder / "all.jsonl") as writer:
         for sample in samples:
             writer.append(sample)
-    return split_traffic([writer.path], settings, block_size=5, min_length=64, max_length=512)
+    return split_traffic(Samples([writer.path]), settings, block_size=5, min_length=64, max_length=512)
 
 
 def test_the_newest_requests_are_held_out(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_sequences_are_long_enough_for_most_requests_within_bounds(tmp_path: Pat
     length = traffic_of(long, tmp_path).max_length
     assert needed <= length < needed + 64
     bounded = split_traffic(
-        [tmp_path / "all.jsonl"], FEW, block_size=5, min_length=64, max_length=180
+        Samples([tmp_path / "all.jsonl"]), FEW, block_size=5, min_length=64, max_length=180
     )
     assert bounded.max_length == 180
 
@@ -261,7 +261,7 @@ def test_replay_has_the_requested_share(mix: Mix, world: World, tmp_path: Path) 
 def test_too_little_replay_is_repeated(mix: Mix, tmp_path: Path) -> None:
     write_mix(mix._replace(replay=mix.replay[:10]), tmp_path / "mix")
     corpus = read_training(tmp_path / "mix", 64, 0.5, TINY_VOCAB)
-    names = [corpus.samples.path_of(index).name for index in corpus.split.train]
+    names = [corpus.samples.part_of(index) for index in corpus.split.train]
     assert names.count("replay.jsonl") == names.count("traffic.jsonl") == 42
     assert len(set(corpus.split.train)) == 52
 
