@@ -43,7 +43,9 @@ def traffic_of(samples: list[Sample], folder: Path, settings: CycleSettings = FE
     with ShardWriter(folder / "all.jsonl") as writer:
         for sample in samples:
             writer.append(sample)
-    return split_traffic(Samples([writer.path]), settings, block_size=5, min_length=64, max_length=512)
+    return split_traffic(
+        Samples([writer.path]), settings, block_size=5, min_length=64, max_length=512
+    )
 
 
 def test_the_newest_requests_are_held_out(tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_a_good_candidate_passes_with_its_numbers_as_reasons() -> None:
     assert "+20.0% (95% interval +15.0% to +25.0%) over 50 requests" in decision.reasons[0]
 
 
+def test_a_check_that_was_left_out_is_no_check_that_is_missing() -> None:
+    left_out = {"lossless": None, "lossless_left_out": "because there is no target"}
+    decision = decide(GOOD.model_copy(update=left_out), SETTINGS)
+    assert decision.passed
+    assert decision.reasons[-1] == "lossless: left out, because there is no target"
+    unmeasured = GOOD.model_copy(update={**left_out, "traffic": None})
+    assert decide(unmeasured, SETTINGS).reasons == ["traffic: not measured"]
+    unfit = Evidence(findings=[ERROR])
+    assert decide(unfit, SETTINGS).reasons == ["weights-not-finite: NaN"]
+
+
 @pytest.mark.parametrize(
     ("changes", "broken"),
     [
