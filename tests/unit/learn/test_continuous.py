@@ -1,4 +1,4 @@
-"""Cycles on served states: the same result as from files, without the target or any text in files."""
+"""Cycles on served states: the candidate that files give, without target and without files."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ def test_a_ring_of_another_target_is_an_error(
         with pytest.raises(LearnError, match=r"has states of tiny \(fingerprint ffffffffffff\)"):
             learn_from_states(short.model_copy(update={"states": (str(other),)}))
         (other / "ring.json").write_text(json.dumps({**info, "dtype": "bfloat16"}))
-        with pytest.raises(LearnError, match="in bfloat16, but --states .* in float32"):
-            both = (str(ring.folder), str(other))
+        both = (str(ring.folder), str(other))
+        with pytest.raises(LearnError, match=r"in bfloat16, but --states .* in float32"):
             learn_from_states(short.model_copy(update={"states": both}))
         (other / "ring.json").write_text(json.dumps({**info, "layer_ids": [0]}))
         with pytest.raises(LearnError, match=r"states of the layers \[0\]"):
