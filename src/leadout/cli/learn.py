@@ -72,7 +72,7 @@ def _learn_from_states(config: "LearnConfig", as_json: bool) -> "LearnResult | N
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, stop)
     protect_process(nice=config.nice)
     try:
         return learn_from_states(
@@ -86,6 +86,8 @@ def _learn_from_states(config: "LearnConfig", as_json: bool) -> "LearnResult | N
             ) from None
         typer.echo("leadout: stopped; the served text was in memory only.", err=True)
         return None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start_registry(config: "LearnConfig", drafter: str, as_json: bool) -> None:

@@ -225,6 +225,11 @@ def test_a_ring_of_another_target_is_an_error(
         shutil.rmtree(other)
 
 
+def test_replayed_data_is_required(short: LearnConfig) -> None:
+    with pytest.raises(LearnError, match="--replay is required"):
+        learn_from_states(short.model_copy(update={"replay": None}))
+
+
 def test_two_servers_feed_one_learner(short: LearnConfig, ring: Ring, world: World) -> None:
     with ring_of(world) as second:
         ring.serve(requests(NEW, 30))
