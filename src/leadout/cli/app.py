@@ -19,6 +19,7 @@ from leadout.cli import (
     env,
     inspect,
     learn,
+    relay,
     selftest,
     serve,
     train,
@@ -111,6 +112,7 @@ app.command(
     cls=settings_command("leadout.learn.config:LearnConfig"),
     context_settings=_VLLM_FLAGS_AFTER_DASHES,
 )(learn.learn)
+app.command("relay", cls=PanelCommand)(relay.relay)
 app.command("env", cls=PanelCommand)(env.env)
 
 
