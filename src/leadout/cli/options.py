@@ -178,6 +178,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "inspect": (),
     "learn": (ENGINE,),  # not with --status
     "learn --states": (),
+    "relay": (),
     "selftest": (ENGINE, AIOHTTP),
     "serve": (ENGINE,),
     "train": (ENGINE,),

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -37,6 +38,7 @@ from leadout.ring.channel import (
     RelayError,
     connect_as_client,
     connect_as_server,
+    read_keys,
 )
 from leadout.ring.records import RingInfo
 from leadout.ring.sequences import RingCounters, RingReader, ServedSequence
@@ -423,3 +425,15 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
     if not host or port is None or parts.path or parts.username is not None:
         raise RelayError(f"{option} {text}: expected a host and a port, such as 10.0.0.5:7600.")
     return host, port
+
+
+def open_states(name: str, key: Path | None) -> RingReader | RelayReader:
+    """The reader of what `--states` names: the folder of a ring, or a relay as tcp://HOST:PORT."""
+    if not name.startswith("tcp://"):
+        return RingReader(Path(name))
+    host, port = parse_address(name, "--states")
+    if key is None:
+        raise RelayError(
+            f"--states {name} requires --states-key, the file that `leadout relay --key` has there."
+        )
+    return RelayReader(host, port, read_keys(key)[0])

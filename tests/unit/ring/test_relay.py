@@ -36,6 +36,7 @@ from leadout.ring.relay import (
     Relay,
     RelayReader,
     Waiting,
+    open_states,
     pack_sequence,
     parse_address,
     parse_sequence,
@@ -43,6 +44,7 @@ from leadout.ring.relay import (
 from leadout.ring.sequences import RingReader, ServedSequence
 
 KEY, OTHER = bytes(range(32)), bytes(32)
+COUNT = 110
 SECONDS = 60.0  # for whatever must happen, on a busy machine
 
 
@@ -242,26 +244,25 @@ def test_frames_are_refused_when_changed_left_out_repeated_or_too_large() -> Non
 
 
 def test_a_stuck_learner_costs_neither_the_relay_nor_other_learners(shared_memory: Path) -> None:
-    limit = 400_000  # three sequences
+    limit = 2_000_000  # three sequences
     with (
-        relayed(shared_memory / "ring", info(1000), max_waiting_bytes=limit) as (server, running),
+        relayed(shared_memory / "ring", info(5000), max_waiting_bytes=limit) as (server, running),
         socket.create_connection(("127.0.0.1", running.port), SECONDS) as stuck,
         reading(running) as reader,
     ):
-        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         opened = connect_as_client(stuck, KEY)
         wait_until(lambda: running.learners == 2)
-        for number in range(100):  # 12 MB; the stuck one reads none of it
+        for number in range(COUNT):  # 64 MB, more than the system buffers; the stuck one reads none
             server.answer([number], list(range(30)))
             polled(reader, 1)
-        assert reader.counters.sequences == 100
+        assert reader.counters.sequences == COUNT
         # It continues with the newest ones.
         parser, kept = FrameParser(), list[int]()
-        while not kept or kept[-1] != 99:
+        while not kept or kept[-1] != COUNT - 1:
             sequence = parser.add(opened.receive(SECONDS))
             kept += [] if sequence is None else sequence.prompt
         assert kept == sorted(kept)
-        assert len(kept) < 100
+        assert len(kept) < COUNT
 
 
 def test_what_is_not_polled_in_time_is_dropped_the_oldest_first() -> None:
@@ -350,6 +351,17 @@ def test_a_relay_describes_its_ring_once_and_sends_nothing_that_is_unknown() -> 
     parser.add(b"P" + bytes(90))
     with pytest.raises(RelayError, match="more than 100 bytes"):
         parser.add(b"P" + bytes(11))
+
+
+def test_states_are_a_folder_or_a_relay(shared_memory: Path, tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="requires --states-key"):
+        open_states("tcp://10.0.0.5:7600", None)
+    (tmp_path / "key").write_bytes(base64.urlsafe_b64encode(KEY))
+    with relayed(shared_memory / "ring") as (server, running):
+        for name in (str(shared_memory / "ring"), f"tcp://127.0.0.1:{running.port}"):
+            reader = open_states(name, tmp_path / "key")
+            assert reader.info == server.info
+            reader.close()
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
