@@ -8,7 +8,8 @@ has vLLM's own class, without the code that reads states, and all requests opt o
 has Leadout's, and the share of requests that do not opt out is 10% or all of them, as with
 `--learn-rate`. Each ratio is taken within one round: the geometric mean over rounds with its 95%
 interval. `none again` shows the noise. Besides the throughput, the CPU time of the engine's process
-is compared, which other processes of the machine influence less.
+is compared, which other processes of the machine influence less, and the time that is spent on
+copying states is measured.
 
 Nobody reads the ring in these arms. In the last ones there is a reader in a process of its own, as
 a learner has it: killed after it had begun to read, paused (SIGSTOP), and slow (it reads every five
@@ -99,6 +100,7 @@ def main() -> None:
             share: ratios[share]["cpu_time"] for share in SHARES if SHARES[share] > 0
         },
         "readers": {arm: ratios[arm] for arm in READERS},
+        "share_of_time_in_tap": {arm: share_in_tap(rounds, arm) for arm in ARMS[2:]},
         "bytes_in_ring": written,
         "rounds": rounds,
     }
@@ -108,6 +110,14 @@ def main() -> None:
 
 def ratio(rounds: list[dict[str, Any]], arm: str, what: str) -> dict[str, Any]:
     return paired_ratio([[row[arm][what] / row["none"][what] for row in rounds]]).model_dump()
+
+
+def share_in_tap(rounds: list[dict[str, Any]], arm: str) -> float:
+    """Of the elapsed time, spent on copying states into the ring; exact where ratios are noisy."""
+    inside, total = (
+        sum(row[arm][name] for row in rounds) for name in ("seconds_in_tap", "seconds")
+    )
+    return inside / total
 
 
 def run(llm: Any, texts: list[str], count: int, readers: Readers) -> list[dict[str, Any]]:
@@ -123,6 +133,7 @@ def run(llm: Any, texts: list[str], count: int, readers: Readers) -> list[dict[s
             switch.turn(on=share > 0)
             with readers.running(arm):
                 row[arm] = turn(llm, prompts, round(share * REQUESTS), number)
+            row[arm]["seconds_in_tap"] = switch.seconds
             time.sleep(0.1)  # what is left of a turn ends within it
         found.append(row)
     return found[WARM_UP:]
@@ -149,6 +160,7 @@ def turn(llm: Any, prompts: list[str], learnt_from: int, number: int) -> dict[st
     llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - began
     return {
+        "seconds": seconds,
         "tokens_per_second": len(prompts) * TOKENS / seconds,
         "cpu_seconds": _cpu_seconds() - cpu,
     }
@@ -169,12 +181,23 @@ class Switch:
         self._tapped = type(self._proposer)
         if not self._tapped.__module__.startswith("leadout."):
             sys.exit(f"the drafter has the class {self._tapped}, expected one that reads states")
-        self._plain = next(
-            kind for kind in self._tapped.__mro__ if not kind.__module__.startswith("leadout.")
-        )
+        self._plain = self._tapped.__mro__[1]
+        self.seconds = 0.0  # spent on copying states since the turn began
+        tap = self._proposer.leadout_tap
+        add = tap.add
+
+        def timed(*arguments: Any) -> None:
+            began = time.perf_counter()
+            try:
+                add(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        tap.add = timed
 
     def turn(self, *, on: bool) -> None:
         self._proposer.__class__ = self._tapped if on else self._plain
+        self.seconds = 0.0
 
 
 class Readers:
