@@ -78,13 +78,14 @@ class Kind:
     sent: str  # prompt set
     measured: str | None  # prompt set; None: every tenth prompt of `sent`, which is then not sent
     ask: Callable[[str], str]
+    beginning: str = ""  # of the answer, given to a target that would not follow the instruction
 
 
 KINDS = {
     "tickets": Kind("shift_train", "shift", ticket),
-    "json": Kind("code_train", None, lambda prompt: JSON + prompt),
-    "emails": Kind("chat_train", None, lambda prompt: EMAIL + prompt),
-    "tables": Kind("gsm8k_train", None, lambda prompt: TABLE + prompt),
+    "json": Kind("code_train", None, lambda prompt: JSON + prompt, '{\n  "task": "'),
+    "emails": Kind("chat_train", None, lambda prompt: EMAIL + prompt, "From:"),
+    "tables": Kind("gsm8k_train", None, lambda prompt: TABLE + prompt, "| Step | Quantity |"),
 }
 
 
@@ -92,11 +93,15 @@ class Prompts:
     """The prompt sets of a folder as token ids of the target's chat template."""
 
     def __init__(self, folder: Path, target: Path) -> None:
+        from transformers import AutoTokenizer
+
         self._folder = folder
         self._chat = Chat(target)
+        self._tokenizer = AutoTokenizer.from_pretrained(target)
 
-    def ids(self, text: str) -> list[int]:
-        return self._chat.prompt([text])
+    def ids(self, text: str, beginning: str = "") -> list[int]:
+        more: list[int] = self._tokenizer.encode(beginning, add_special_tokens=False)
+        return self._chat.prompt([text]) + more
 
     def texts(self, name: str) -> list[str]:
         return [prompt.text for prompt in read_prompts([str(self._folder / f"{name}.jsonl")])]
@@ -110,12 +115,13 @@ class Prompts:
         kind = KINDS[name]
         unseen = {kind.ask(text) for text in self._measured_texts(kind)} | {kind.ask("")}
         asked = dict.fromkeys(kind.ask(text) for text in self.texts(kind.sent))
-        return [self.ids(text) for text in [text for text in asked if text not in unseen][:count]]
+        texts = [text for text in asked if text not in unseen]
+        return [self.ids(text, kind.beginning) for text in texts[:count]]
 
     def measured(self, name: str, count: int) -> list[list[int]]:
         kind = KINDS[name]
         chosen = _spaced(self._measured_texts(kind), count)
-        return [self.ids(kind.ask(text)) for text in chosen]
+        return [self.ids(kind.ask(text), kind.beginning) for text in chosen]
 
     def _measured_texts(self, kind: Kind) -> list[str]:
         if kind.measured is not None:
