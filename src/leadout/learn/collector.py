@@ -22,7 +22,8 @@ from leadout.evaluate.memory_states import KeptStates, first_position_needed
 from leadout.learn.config import LearnError, Record
 from leadout.learn.data import MAX_REQUESTS
 from leadout.ring.records import RingInfo
-from leadout.ring.sequences import RingCounters, RingReader, ServedSequence
+from leadout.ring.relay import open_states
+from leadout.ring.sequences import RingCounters, ServedSequence
 from leadout.shards import Sample
 
 POLL_SECONDS = 0.5
@@ -39,11 +40,6 @@ class SequenceSource(Protocol):
         """All sequences that have become complete since the last call; never waits."""
 
     def close(self) -> None: ...
-
-
-def open_source(name: str) -> SequenceSource:
-    """The source that a value of --states names."""
-    return RingReader(Path(name))
 
 
 class ServedCounts(Record):
@@ -159,13 +155,16 @@ class Collector:
 
 
 def open_sources(
-    names: Sequence[str], target_fingerprint: str, drafter: DrafterConfig
+    names: Sequence[str], key: Path | None, target_fingerprint: str, drafter: DrafterConfig
 ) -> list[SequenceSource]:
-    """The sources of --states, which must all have the states that this drafter reads."""
+    """The sources of --states, which must all have the states that this drafter reads.
+
+    `key` is the file of --states-key, for relays.
+    """
     sources: list[SequenceSource] = []
     try:
         for name in names:
-            sources.append(open_source(name))
+            sources.append(open_states(name, key))
             _require_fit(name, sources[-1].info, target_fingerprint, drafter)
             first = sources[0].info
             if sources[-1].info.dtype != first.dtype:

@@ -123,10 +123,16 @@ class _Folders(Settings):
     )
     states: tuple[str, ...] = setting(
         (),
-        "Folder of `leadout serve --learn-states`: learn from hidden states as they are served, "
-        "instead of --traffic; repeatable.",
+        "Folder of `leadout serve --learn-states`, or tcp://HOST:PORT of a `leadout relay`: learn "
+        "from hidden states as they are served, instead of --traffic; repeatable.",
         panel="Folders",
         metavar="RING",
+    )
+    states_key: Path | None = setting(
+        None,
+        "File with the key of the relays that --states names.",
+        panel="Folders",
+        metavar="FILE",
     )
     capture_key: Path | None = setting(
         None,

@@ -82,11 +82,12 @@ def learn_from_states(
         held.enter_context(work.locked())
         finish_promoted(inputs, work)
         drafter = inputs.drafter.config
-        sources = open_sources(config.states, inputs.target_fingerprint, drafter)
+        found = inputs.target_fingerprint
+        sources = open_sources(config.states, config.states_key, found, drafter)
         vocab_size = read_target(inputs.target).vocab_size
         collector = Collector(sources, drafter, vocab_size, int(config.keep_gib * GIB))
         held.enter_context(collector)
-        base = BaseStates(_base_request(config, inputs, work), inputs.target_fingerprint)
+        base = BaseStates(_base_request(config, inputs, work), found)
         held.callback(base.close)
         with Progress("learn", quiet=not show_progress) as progress:
             base.compute(progress)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ from leadout.learn.cycle import learn
 from leadout.learn.gate import Evidence
 from leadout.learn.report import LearnResult, print_result, read_status
 from leadout.registry import Registry
+from leadout.ring.channel import read_keys
+from leadout.ring.relay import Relay
+from leadout.ring.sequences import RingReader
 from leadout.shards import Sample
 from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS
@@ -223,6 +229,36 @@ def test_a_ring_of_another_target_is_an_error(
             learn_from_states(short.model_copy(update={"states": (str(other),)}))
     finally:
         shutil.rmtree(other)
+
+
+def test_a_server_on_another_host_feeds_the_learner_through_a_relay(
+    short: LearnConfig, ring: Ring, tmp_path: Path
+) -> None:
+    key = tmp_path / "relay.key"
+    key.write_text(base64.urlsafe_b64encode(bytes(range(32))).decode())
+    reader = RingReader(ring.folder)
+    relay = Relay(reader, ("127.0.0.1", 0), read_keys(key))
+
+    def serve() -> None:
+        while relay.learners == 0:  # what was served before is not kept for it
+            time.sleep(0.05)
+        ring.serve(requests(NEW, 60))
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (relay.run, serve)]
+    for thread in threads:
+        thread.start()
+    place = f"tcp://127.0.0.1:{relay.port}"
+    try:
+        result = learn_from_states(
+            short.model_copy(update={"states": (place,), "states_key": key, "tokens": 100})
+        )
+    finally:
+        relay.close()
+        threads[0].join(60)
+        reader.close()
+    assert result is not None
+    assert result.served is not None
+    assert result.served.used >= 40
 
 
 def test_replayed_data_is_required(short: LearnConfig) -> None:
