@@ -151,7 +151,7 @@ def draft_from(llm: Any, texts: list[list[int]]) -> list[int]:
             place, known = int(positions[last]), int(tokens[last])
             for text in texts:
                 drafted = text[place + 2 : place + 2 + K]
-                if text[place] == known and len(drafted) == K:
+                if len(drafted) == K and text[place] == known:
                     if chance.random() < 0.7:
                         drafted[chance.randrange(K)] = chance.randrange(10, 300)
                     drafts[row] = torch.tensor(drafted)
@@ -301,6 +301,7 @@ def test_the_v2_runner_and_two_tensor_parallel_workers(
     reader = RingReader(ring)
     settings = engine_settings(section, drafter)
     ours = {name: settings[name] for name in ("scheduler_cls", "worker_cls", "additional_config")}
+    log_path = tmp_path / "log"
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "support.tiny_engine", tmp_path / "target", drafter, str(K)),
@@ -308,17 +309,15 @@ def test_the_v2_runner_and_two_tensor_parallel_workers(
         ],
         cwd=ROOT / "tests",
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
-        stdout=subprocess.PIPE,
+        stdout=log_path.open("w"),
         stderr=subprocess.STDOUT,
-        text=True,
     )
     found: list[ServedSequence] = []
     while process.poll() is None:
         found += reader.poll()
         time.sleep(0.05)
     found += reader.poll()
-    assert process.stdout is not None
-    log = process.stdout.read()
+    log = log_path.read_text()
     assert process.returncode == 0, log[-3000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
     answers = json.loads(line.removeprefix("RESULT "))["answers"]
