@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from leadout.ring.channel import ConnectionEndedError, Opener, Sealer
 from leadout.ring.memory import RingFileReader, RingWriter
 from leadout.ring.records import RingInfo, StatesRecord, TextRecord
 from leadout.ring.relay import FrameParser, pack_sequence, parse_sequence
@@ -22,7 +21,6 @@ INFO = RingInfo(
     dtype="float32",
     server_id="a server",
 )
-KEY = bytes(32)
 _LENGTH = struct.Struct("<H")
 STATES = StatesRecord(bytes(16), 0, torch.arange(3, dtype=torch.int32), torch.ones(3, 4))
 TEXT = TextRecord(bytes(16), [1, 2], [3, 4, 5], 0.5)
@@ -47,27 +45,6 @@ def _read_ring(folder: Path) -> None:
         reader.close()
 
 
-def _sealed() -> bytes:
-    sealer = Sealer(KEY)
-    return b"".join(map(sealer.seal, FRAMES))
-
-
-def _open_frames(folder: Path) -> None:
-    """All frames of a connection, until it ends."""
-    content, opener, parser = (folder / "frames").read_bytes(), Opener(KEY), FrameParser()
-    at = 0
-
-    def read(count: int) -> bytes:
-        nonlocal at
-        if at + count > len(content):
-            raise ConnectionEndedError("The other side has closed the connection.")
-        at += count
-        return content[at - count : at]
-
-    while at < len(content):
-        parser.add(opener.open(read))
-
-
 def _parse_frames(folder: Path) -> None:
     """What a holder of the key could send: frames that are sealed as they should be."""
     content, parser, at = (folder / "frames").read_bytes(), FrameParser(), 0
@@ -87,8 +64,6 @@ RING_FILES = [
            lambda folder: TextRecord.parse((folder / "record").read_bytes()), is_file=False),
     Reader("relay: sequence", "record", "bytes", put("record", SEQUENCE),
            lambda folder: parse_sequence((folder / "record").read_bytes(), INFO), is_file=False),
-    Reader("relay: sealed frames", "frames", "bytes", put("frames", _sealed()), _open_frames,
-           is_file=False),
     Reader("relay: opened frames", "frames", "bytes",
            put("frames", b"".join(_LENGTH.pack(len(frame)) + frame for frame in FRAMES)),
            _parse_frames, is_file=False),
