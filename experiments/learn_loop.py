@@ -331,6 +331,9 @@ class Learner:
                 sys.exit(f"leadout learn did not say {text!r}:\n{self._end_of_log()}")
             time.sleep(0.1)
 
+    def last_line(self) -> str:
+        return (self.log.read_text(errors="replace").splitlines() or [""])[-1]
+
     def result(self) -> Any:
         """Wait for the end of its only cycle; a rejected candidate has a result, too."""
         self.process.wait()

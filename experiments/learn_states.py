@@ -15,9 +15,9 @@ the same number of answer tokens; each has a registry of its own, whose cycles h
   machine. `seconds_to_swap` is the sum of the time for the same requests, from its start to its
   end, and until a server has the new version. The requests are not sent again for it.
 
-The ring's learner requires a few requests less than are sent, since answers shorter than a block
-are not used: files have up to 4% more text. Both learners are one process with two threads. The
-states of replayed data are made once for the ring, before any request (`replay_states_seconds`);
+The ring's learner requires a few requests less than are sent (`--unused-share`), since answers
+shorter than a block are not used: files have that much more text at most. Both learners are one
+process with two threads. The states of replayed data are made once for the ring, before any request (`replay_states_seconds`);
 from files, the learner computes those that it needs in every cycle. The ring's learner does not
 run the target's own answers with and without the candidate, which is a part of the time from files.
 Prefix caching is off, so that the ring has the beginning of every request. The bound of the gate on
@@ -69,9 +69,9 @@ from learn_loop import (
 OUT = ROOT / "results" / "learn" / "states.json"
 COST = ROOT / "results" / "learn" / "states_cost.json"
 BATCH = 6  # measured prompts; batches are the unit of the intervals
-UNUSED_SHARE = 0.04  # of the requests, at most
 POLL_SECONDS = 0.2
 SWAP_SECONDS = 60.0  # after the learner's end
+IDLE_SECONDS = 90.0  # of a learner that still waits when all requests are answered
 WAITING = "waiting for requests"  # the stage of a learner that reads the ring
 ARMS = ("files", "ring")
 
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["tickets", "json"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=200, help="sent, for each kind and seed")
+    parser.add_argument("--unused-share", type=float, default=0.04, help="too short to learn from")
     parser.add_argument("--measured", type=int, default=60, help="held-out prompts of each kind")
     parser.add_argument("--tokens", type=int, default=80_000, help="to train on, with repetitions")
     parser.add_argument("--answer-tokens", type=int, default=96)
@@ -115,7 +116,8 @@ class Experiment:
         self.data: Path = arguments.data or self.work / "data"
         self.stage = Stages(self.work)
         self.prompts = Prompts(arguments.prompts, self.target)
-        self.required = int(arguments.requests * (1 - UNUSED_SHARE)) // 2  # and as many held out
+        # To train on, and as many held out.
+        self.required = int(arguments.requests * (1 - arguments.unused_share)) // 2
 
     def make_data(self) -> None:
         settings = self.arguments
@@ -175,7 +177,7 @@ class Experiment:
                     target=lambda: traffic.update(self._send(server.url, prompts))
                 )
                 sender.start()
-                swapped = _wait_for_swap(server.url, learner)
+                swapped = _wait_for_swap(server.url, learner, sender)
                 sender.join()
                 learnt = learner.result()
             finally:
@@ -261,15 +263,21 @@ class Experiment:
         return self.work / f"capture-{kind}-{seed}"
 
 
-def _wait_for_swap(url: str, learner: Learner) -> float:
+def _wait_for_swap(url: str, learner: Learner, sender: threading.Thread) -> float:
     """When the server had another version than the first one."""
-    deadline = None
+    sent: float | None = None
+    ended: float | None = None
     while served_drafter(url)["version"] == FIRST:
-        if learner.process.poll() is not None:
-            deadline = deadline or time.monotonic() + SWAP_SECONDS
+        now = time.monotonic()
+        if sent is None and not sender.is_alive():
+            sent = now
+        if sent is not None and now - sent > IDLE_SECONDS and WAITING in learner.last_line():
+            sys.exit("too few answers are long enough to learn from: raise --unused-share")
+        if ended is None and learner.process.poll() is not None:
+            ended = now
             require_promoted(learner.result())
-            if time.monotonic() > deadline:
-                sys.exit("the server has not swapped after the learner's end")
+        if ended is not None and now - ended > SWAP_SECONDS:
+            sys.exit("the server has not swapped after the learner's end")
         time.sleep(POLL_SECONDS)
     return time.monotonic()
 
