@@ -23,6 +23,7 @@ from leadout.bench.predict import CostModel, Served, predicted_speedup, share_cl
 from leadout.bench.settings import BenchError
 from leadout.bench.setup import BARE, BARE_AGAIN, Arm, BenchSetup, Cell
 from leadout.engine.load_test import LoadResult
+from leadout.errors import shown
 from leadout.files import (
     FileError,
     MissingFileError,
@@ -227,8 +228,8 @@ class RoundsFile:
         ours, theirs = setup.model_dump(), earlier.model_dump()
         name = next(name for name in ours if name != "rounds" and ours[name] != theirs[name])
         raise BenchError(
-            f"--resume: {name} is {ours[name]!r}, but the rounds in {self._folder} were measured "
-            f"with {theirs[name]!r}: use the same, or another folder."
+            f"--resume: {name} is {shown(ours[name])}, but the rounds in {self._folder} were "
+            f"measured with {shown(theirs[name])}: use the same, or another folder."
         )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from leadout.errors import NEGATIVE, SUCCESS, UNDECIDED, LeadoutError
 from leadout.evaluate.acceptance import AcceptanceTable
@@ -51,13 +51,17 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+# At most the largest integer up to which a float holds all integers: figures are averaged.
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
 class TextFigures(_Record):
     """Acceptance along one text: what a later check of the same prompt is compared with."""
 
     prompt: str  # a hash of its token ids
     prompt_set: str
-    steps: int  # of the target, with drafts
-    tokens: int  # of these steps
+    steps: _Count  # of the target, with drafts
+    tokens: _Count  # of these steps
 
 
 class OfflineAcceptance(_Record):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from leadout.files import FileError, read_lines, read_model, write_text
 from leadout.shards import Sample, Samples, ShardError
+
+# Of a job's parts. Bounded, because it is part of file names.
+PartNumber = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class _Record(BaseModel):
@@ -70,7 +73,7 @@ class Job(_Record):
     limit: int | None
     dtype: str
     sampling: Sampling
-    parts: int
+    parts: PartNumber
 
 
 class Count(_Record):
@@ -100,7 +103,7 @@ class Manifest(_Record):
     """One part of a job."""
 
     job: Job
-    part: int  # 1..parts
+    part: PartNumber  # 1..parts
     complete: bool
     counts: dict[str, Count]  # by source
     skipped: int  # conversations that are too long, or for which the target wrote no user turn

@@ -73,6 +73,9 @@ def test_a_different_bench_cannot_continue(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(BenchError, match=r"--resume: concurrencies is \[1, 4\], but"):
         RoundsFile(tmp_path).begin(setup(concurrencies=(1, 4), rounds=1), resume=True)
+    long = setup(rounds=1).model_copy(update={"target": "t" * 10_000})
+    with pytest.raises(BenchError, match="10002 characters"):
+        RoundsFile(tmp_path).begin(long, resume=True)
     (tmp_path / SETTINGS).unlink()
     with pytest.raises(BenchError, match=r"settings\.json is missing"):
         RoundsFile(tmp_path).begin(GIVEN, resume=True)

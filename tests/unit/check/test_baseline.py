@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -191,6 +192,7 @@ def test_a_saved_result_is_read_back(tmp_path: Path) -> None:
         ("{", "Invalid JSON"),
         ('{"target": 1}', "target: Input should be a valid string"),
         (whole_result(offline=None).model_dump_json(), "no measured acceptance"),
+        (re.sub(r'"tokens":\d+', f'"tokens":{10**400}', paired([2.4]).model_dump_json()), "tokens"),
     ],
 )
 def test_a_file_that_is_not_a_baseline_is_refused(

@@ -68,6 +68,17 @@ def test_a_broken_manifest_is_an_error_with_file_and_field(
         DataFolder(tmp_path)
 
 
+@pytest.mark.parametrize("parts", [0, 10**400])
+def test_a_number_of_parts_that_no_file_name_can_have_is_an_error(
+    tmp_path: Path, job: Callable[..., Job], parts: int
+) -> None:
+    write_part(tmp_path, job(), 1, ["a"])
+    path = manifest_path(tmp_path, 1, 1)
+    path.write_text(path.read_text().replace('"parts": 1', f'"parts": {parts}'))
+    with pytest.raises(ShardError, match=r"job\.parts: "):
+        DataFolder(tmp_path)
+
+
 def test_the_content_hash_depends_on_the_set_of_samples(
     tmp_path: Path, job: Callable[..., Job]
 ) -> None:
