@@ -48,6 +48,7 @@ BY_PAGE: dict[str, Allowed] = {
         (r"1024 sequences and 8192 tokens per step", "vLLM's defaults on an H100"),
         (r"a quarter of a second", "a rule of leadout.bench"),
         (r"the steps of two engines", "those of the sentence"),
+        (r"no pre-shared keys before 3\.13", "a version of Python"),
     ),
     "docs/howto/check.md": (
         (r"its two models|more than two checks", "a pair of things, not a count"),
@@ -78,6 +79,7 @@ BY_PAGE: dict[str, Allowed] = {
         (r"[Vv]ersion 1\b", "a name"),
         (r"is above 0,", "a default"),
         (r"two real candidates", "those of the script"),
+        (r"occupy its 32", "a limit of leadout.ring.relay"),
         (r"the newest fifth|Half of the training text|half its learning rate", "defaults"),
     ),
     "docs/limits.md": (
