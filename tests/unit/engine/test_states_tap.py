@@ -195,10 +195,10 @@ def test_a_ring_that_cannot_be_used_does_not_end_the_server(
 
 
 class FakeGpu:
-    """Stands for `torch.cuda`: streams run what is given to them only when `run` is called.
+    """Stands for `torch.cuda`, and notes in which order streams and events are used.
 
-    A copy to the host has therefore happened only after its event; nothing may wait for one in the
-    thread that runs the model.
+    Events end when `may_finish` is set, and nothing may wait for one in the thread that runs the
+    model. Copies happen at once, so what a wrong order would do to the data is not shown here.
     """
 
     def __init__(self) -> None:
