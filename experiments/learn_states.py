@@ -17,11 +17,11 @@ the same number of answer tokens; each has a registry of its own, whose cycles h
 
 The ring's learner requires a few requests less than are sent (`--unused-share`), since answers
 shorter than a block are not used: files have that much more text at most. Both learners are one
-process with two threads. The states of replayed data are made once for the ring, before any request (`replay_states_seconds`);
-from files, the learner computes those that it needs in every cycle. The ring's learner does not
-run the target's own answers with and without the candidate, which is a part of the time from files.
-Prefix caching is off, so that the ring has the beginning of every request. The bound of the gate on
-the base is wider than by default, because the base has few sequences.
+process with two threads. The states of replayed data are made once for the ring, before any request
+(`replay_states_seconds`); from files, the learner computes those that it needs in every cycle. The
+ring's learner does not run the target's own answers with and without the candidate, which is a part
+of the time from files. Prefix caching is off, so that the ring has the beginning of every request.
+The bound of the gate on the base is wider than by default, because the base has few sequences.
 
 Acceptance is that of held-out requests of the same kind as served, by vLLM's counters. Memory is
 the largest resident memory of the learner alone, and with the processes that it starts (engines
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="sent, for each kind and seed")
     parser.add_argument("--unused-share", type=float, default=0.04, help="too short to learn from")
     parser.add_argument("--measured", type=int, default=60, help="held-out prompts of each kind")
-    parser.add_argument("--tokens", type=int, default=80_000, help="to train on, with repetitions")
+    parser.add_argument("--tokens", type=int, default=60_000, help="to train on, with repetitions")
     parser.add_argument("--answer-tokens", type=int, default=96)
     parser.add_argument("--answers", type=int, default=400, help="of the data, if it is made here")
     parser.add_argument("--base-loss", type=float, default=0.1)
