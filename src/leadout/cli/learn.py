@@ -1,12 +1,10 @@
 """`leadout learn`: adapt a drafter to its traffic, in one cycle or continuously; show decisions."""
 
-import signal
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leadout.cli.options import require, settings_of
+from leadout.cli.options import require, settings_of, stopped_by_signals
 from leadout.errors import NEGATIVE, UNDECIDED, StoppedError
 
 if TYPE_CHECKING:
@@ -69,15 +67,12 @@ def _learn_from_states(config: "LearnConfig", as_json: bool) -> "LearnResult | N
     """The last result; None if it ran until it was stopped, which is no failure."""
     from leadout.learn.continuous import learn_from_states, protect_process
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
     protect_process(nice=config.nice)
     try:
-        return learn_from_states(
-            config, lambda result: _show_result(config, result, as_json), show_progress=True
-        )
+        with stopped_by_signals():
+            return learn_from_states(
+                config, lambda result: _show_result(config, result, as_json), show_progress=True
+            )
     except KeyboardInterrupt:
         if config.cycles is not None:
             raise StoppedError(
@@ -86,8 +81,6 @@ def _learn_from_states(config: "LearnConfig", as_json: bool) -> "LearnResult | N
             ) from None
         typer.echo("leadout: stopped; the served text was in memory only.", err=True)
         return None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _start_registry(config: "LearnConfig", drafter: str, as_json: bool) -> None:

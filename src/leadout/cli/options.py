@@ -1,12 +1,16 @@
-"""Commands whose flags come from a settings model, and what each command needs to run.
+"""Commands whose flags come from a settings model, what each needs to run, and how it is stopped.
 
 The model is imported when the command itself is looked at, not when all commands are listed:
 importing pydantic takes longer than printing the help.
 """
 
 import inspect
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
@@ -198,3 +202,21 @@ def require(command: str) -> None:
     if ENGINE in NEEDS[command]:  # before the engine's own message, which names no remedy
         for problem in known_problems():
             typer.echo(f"leadout: warning: {problem}", err=True)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM, which supervisors send, and SIGINT end the block with KeyboardInterrupt.
+
+    Also if SIGINT is ignored, as shells do for programs that they start in the background.
+    """
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

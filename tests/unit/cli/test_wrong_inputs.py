@@ -175,6 +175,8 @@ CASES: list[tuple[str, str, int, str]] = [
     ("nothing to resume", "train {target} --data d --out {empty} --resume", FAILED, ""),
     # Learning.
     ("no target", "learn --registry {work}", FAILED, "TARGET"),
+    ("no ring", "relay {missing} --key {empty_file}", FAILED, "empty_file"),
+    ("no relay key", "relay {work}", FAILED, "--key"),
     ("no such registry", "learn --registry {missing} --status", FAILED, "missing"),
     ("registry is a file", "learn --registry {empty_file} --status", FAILED, "empty_file"),
     ("no traffic", "learn {target} --registry {work} --replay {work}", FAILED, "--traffic"),

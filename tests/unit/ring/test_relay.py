@@ -395,7 +395,10 @@ def test_addresses(text: str) -> None:
         parse_address(text, "--listen")
 
 
-def test_the_command_relays_until_it_is_stopped(shared_memory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_relays_until_it_is_stopped(
+    stop: signal.Signals, shared_memory: Path, tmp_path: Path
+) -> None:
     (tmp_path / "key").write_bytes(base64.urlsafe_b64encode(KEY))
     server = Server(shared_memory / "ring", info())
     command = [sys.executable, "-m", "leadout", "relay", str(shared_memory / "ring")]
@@ -415,8 +418,8 @@ def test_the_command_relays_until_it_is_stopped(shared_memory: Path, tmp_path: P
             assert found[0].response == [3, 4, 5]
         finally:
             reader.close()
-            process.send_signal(signal.SIGINT)
-            process.wait(SECONDS)
+            process.send_signal(stop)
+            assert process.wait(SECONDS) == 0
     server.states.close()
     server.texts.close()
 
