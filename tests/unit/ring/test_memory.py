@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leadout.ring.memory import (
@@ -33,6 +33,7 @@ def ring(tmp_path: Path) -> Iterator[tuple[RingWriter, RingFileReader]]:
     writer.close()
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=CAPACITY // 3), max_size=40), st.integers(1, 5))
 def test_a_reader_gets_all_records_or_the_last_ones_and_counts_the_lost(
     tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], every: int

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leadout.ring import folder as ring_folder
@@ -158,7 +158,7 @@ def test_a_rejected_draft_that_no_step_replaced_is_a_gap(
 
 
 @given(st.data())
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_schedule_gives_the_true_states(
     shared_memory_of_session: Path, data: st.DataObject
 ) -> None:
