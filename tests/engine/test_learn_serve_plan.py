@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from leadout.engine import serve_plan
 from leadout.engine.serve_plan import Plan, make_plan
 from leadout.engine.settings import SCHEDULER, STATES_TAP_WORKER, ServeSettings
+from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
 from leadout.registry import Registry
 from leadout.ring.folder import open_writer, read_info
@@ -91,6 +93,28 @@ def test_refusals(
     usual: dict[str, Any] = {"registry": registry.folder, "learn_states": ring}
     with pytest.raises(SettingsError, match=reason):
         plan_of(target, *flags, **usual | settings)
+
+
+def test_adaptive_verification_is_refused(
+    registry: Registry, target: Path, ring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM offers it with CUDA graphs only, so it is switched on in what vLLM has resolved here."""
+
+    def fake_config(*arguments: Any) -> Any:
+        config = vllm_config_of(*arguments)
+        if config.speculative_config is not None:
+            config.speculative_config.enable_adaptive_verification = is_adaptive
+        return config
+
+    monkeypatch.setattr(serve_plan, "vllm_config_of", fake_config)
+    is_adaptive = True
+    with pytest.raises(SettingsError, match="combined with enable_adaptive_verification"):
+        plan_of(target, registry=registry.folder, learn_states=ring)
+    assert not ring.exists()
+    plan_of(target, registry=registry.folder)  # without a ring it is nobody's concern
+    is_adaptive = False
+    plan_of(target, registry=registry.folder, learn_states=ring)
+    assert ring.exists()
 
 
 def test_a_folder_on_a_disk_is_refused(registry: Registry, target: Path) -> None:

@@ -38,8 +38,11 @@ from support.tiny_engine import PROMPTS as PROMPTS_OF_TINY_ENGINE
 from support.version_registry import CONFIG
 
 PROMPTS = [[5, 9, 2, 44, *range(100, 190)], [60, 61, 62, 300], [7, 8, 9] * 20]
+# Each needs six blocks in the end, and the cache has nine for them.
+LONG_PROMPTS = [list(range(first, first + 100)) for first in (10, 40, 70, 120)]
 K = CONFIG.max_draft_tokens
-TOKENS = 24
+TOKENS, LONG_TOKENS = 24, 80
+BLOCK, BLOCKS = 32, 10
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +164,26 @@ def draft_from(llm: Any, texts: list[list[int]]) -> list[int]:
     return rejected
 
 
+def count_preemptions(llm: Any) -> list[str]:
+    """A list that will hold the ids of requests that lose their place in the cache."""
+    scheduler, preempted = llm.llm_engine.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def listen(request: Any, *arguments: Any, **settings: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *arguments, **settings)
+
+    scheduler._preempt_request = listen  # this one engine's scheduler, not vLLM's class
+    return preempted
+
+
 def test_the_ring_holds_the_states_of_served_tokens(
     run_engine: Any, target: Path, drafter: Path, ring: Path
 ) -> None:
-    """Chunked prefill, several requests in a step, accepted drafts and rejected ones."""
+    """Chunked prefill, several requests in a step, accepted and rejected drafts, preemption."""
     with run_engine(target, skip_tokenizer_init=True, max_model_len=256) as llm:
         answers = generate(llm, PROMPTS)
+        long_answers = generate(llm, LONG_PROMPTS, tokens=LONG_TOKENS)
     section = learning(ring, target)
     settings = engine_settings(section, drafter) | {
         "max_num_batched_tokens": 64,
@@ -174,12 +191,16 @@ def test_the_ring_holds_the_states_of_served_tokens(
         "max_model_len": 256,
         "max_num_seqs": 4,
         "enable_prefix_caching": False,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": BLOCKS,
     }
     with run_engine(target, **settings) as llm:
         reader = RingReader(ring)
-        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
-        rejected = draft_from(llm, texts)
+        asked = zip([*PROMPTS, *LONG_PROMPTS], [*answers, *long_answers], strict=True)
+        rejected = draft_from(llm, [[*prompt, *answer] for prompt, answer in asked])
+        preempted = count_preemptions(llm)
         assert generate(llm, PROMPTS) == answers
+        assert preempted == []
         found = sorted(reader.poll(), key=lambda each: PROMPTS.index(each.prompt))
         assert [each.prompt for each in found] == PROMPTS
         assert [each.response for each in found] == answers
@@ -194,6 +215,18 @@ def test_the_ring_holds_the_states_of_served_tokens(
         changed = [*sequence.prompt[:-1], 17, *sequence.response]
         wrong = target_states(target, changed)[: len(sequence.states)]
         assert (wrong - sequence.states)[len(sequence.prompt) :].abs().max() > 0.01
+
+        # More than fits into the cache: requests are preempted and computed again.
+        rejected.clear()
+        assert generate(llm, LONG_PROMPTS, tokens=LONG_TOKENS) == long_answers
+        assert preempted
+        assert any(each > 0 for each in rejected)
+        found = sorted(reader.poll(), key=lambda each: LONG_PROMPTS.index(each.prompt))
+        assert [each.response for each in found] == long_answers
+        for sequence in found:
+            assert sequence.complete
+            require_true(sequence, target)
+        assert reader.counters.lost == reader.counters.open == 0
     assert list(ring_files(ring)) == []  # removed in order
 
 
@@ -247,7 +280,6 @@ def test_cached_prefixes_opt_outs_and_ended_requests(
         assert reader.poll() == []
         assert reader.counters.open == 0
 
-        # A request that is computed again after it was preempted would write the same rows.
         config = engine.vllm_config
         assert config.parallel_config.worker_cls == STATES_TAP_WORKER
         time.sleep(1.1)  # counters are written once a second
@@ -283,10 +315,11 @@ def test_fp8_and_a_share_of_the_requests(
 @pytest.mark.parametrize(
     ("options", "environment"),
     [
-        (["--v2"], {}),
+        (["--v2", "--known-drafts"], {}),
+        (["--v2", "--known-drafts", "--async-scheduling"], {}),
         (["--tensor-parallel", "2"], {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
     ],
-    ids=["v2", "tp2"],
+    ids=["v2", "v2-async", "tp2"],
 )
 def test_the_v2_runner_and_two_tensor_parallel_workers(
     tmp_path: Path,
@@ -320,15 +353,19 @@ def test_the_v2_runner_and_two_tensor_parallel_workers(
     log = log_path.read_text()
     assert process.returncode == 0, log[-3000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
-    answers = json.loads(line.removeprefix("RESULT "))["answers"]
-    assert [each.response for each in found] == answers, log[-3000:]
-    assert [tuple(each.prompt) for each in found] == [
-        tuple(each) for each in PROMPTS_OF_TINY_ENGINE
-    ]
+    result = json.loads(line.removeprefix("RESULT "))
+    served = list(zip(PROMPTS_OF_TINY_ENGINE, result["answers"], strict=True))
+    if "--known-drafts" in options:
+        assert result["answers_with_known_drafts"] == result["answers"]
+        assert min(result["accepted"], result["rejected"]) > K
+        served += sorted(served)  # asked again, in one batch
+        found[len(served) // 2 :] = sorted(found[len(served) // 2 :], key=lambda each: each.prompt)
+    assert ("AsyncScheduler" in result["scheduler_classes"]) == ("--async-scheduling" in options)
+    assert [(each.prompt, each.response) for each in found] == served, log[-3000:]
     for sequence in found:
         assert sequence.complete
         require_true(sequence, tmp_path / "target")
-    assert reader.counters.with_gaps == reader.counters.overtaken == 0
+    assert reader.counters.lost == reader.counters.overtaken == 0
 
 
 def _params() -> Any:

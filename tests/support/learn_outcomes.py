@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from leadout.learn.work_folder import CYCLE
+from leadout.shards import Sample
 from leadout.train.run import WORK
 from support.learn_world import NEW, World, requests, start, write_capture
 from support.marker import Marker, files_with
@@ -29,6 +31,20 @@ OUTCOMES: dict[str, tuple[tuple[int, ...], tuple[object, ...]]] = {
     "killed": ((-signal.SIGKILL,), ("--tokens", 400_000)),
     "interrupted": ((130,), ("--tokens", 400_000)),
 }
+
+
+def marked(samples: Sequence[Sample]) -> list[Sample]:
+    """These requests with markers in prompts and answers."""
+    return [
+        sample.model_copy(
+            update={
+                # Different prompts: of equal ones only the last is used.
+                "prompt": [*sample.prompt[:2], *MARKERS[number % len(MARKERS)].ids],
+                "response": [*sample.response, *MARKERS[(number + 1) % len(MARKERS)].ids],
+            }
+        )
+        for number, sample in enumerate(samples)
+    ]
 
 
 @dataclass(frozen=True)
@@ -50,16 +66,7 @@ class Sandbox:
         for name in ("tmp", "home", "cwd"):
             (folder / name).mkdir(parents=True)
         self.registry = start(world, folder / "registry").folder
-        asked = [
-            sample.model_copy(
-                update={
-                    "prompt": [*sample.prompt[:2], *MARKERS[number % len(MARKERS)].ids],
-                    "response": [*sample.response, *MARKERS[(number + 1) % len(MARKERS)].ids],
-                }
-            )
-            # Different prompts: of equal ones only the last is used.
-            for number, sample in enumerate(requests(NEW, REQUESTS))
-        ]
+        asked = marked(requests(NEW, REQUESTS))
         self.traffic = write_capture(folder / "traffic", world.target, asked)
 
     @property

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.tiny_engine import let_triton_interpret
+from support.tiny_engine import keep_async_scheduling, let_triton_interpret
 
 TOKENS = 10
 
@@ -89,18 +89,6 @@ def main() -> None:
         **blocks,
     }
     print("RESULT " + json.dumps(result))
-
-
-def keep_async_scheduling() -> None:
-    from vllm.platforms.cpu import CpuPlatform
-
-    usual = CpuPlatform.check_and_update_config
-
-    def keep(vllm_config: Any) -> None:
-        usual(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = staticmethod(keep)
 
 
 def random_policy(max_drafts: int, lengths: list[int]) -> Any:

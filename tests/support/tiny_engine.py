@@ -1,8 +1,12 @@
 """Runs one small engine in a process of its own and prints what it drafted, as JSON.
 
-    python -m support.tiny_engine MODEL DRAFTER K [--v2 [--record FOLDER]] [--tensor-parallel N]
+    python -m support.tiny_engine MODEL DRAFTER K [--v2 [--record FOLDER] [--async-scheduling]
+        [--known-drafts]] [--tensor-parallel N]
 
 `--v2` runs vLLM's V2 model runner, which needs Triton, in Triton's interpreter: slow and exact.
+vLLM's CPU platform switches async scheduling off; with `--async-scheduling` it stays on, as on
+GPUs. With `--known-drafts` all prompts are asked once more, together, with drafts from the answers
+that are known by then.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +39,62 @@ def let_triton_interpret() -> None:
     triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 
 
+def keep_async_scheduling() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    usual = CpuPlatform.check_and_update_config
+
+    def keep(vllm_config: Any) -> None:
+        usual(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(keep)
+
+
+def draft_known(speculator: Any, texts: list[list[int]], draft_tokens: int) -> dict[str, int]:
+    """Makes a V2 speculator propose what these texts continue with, often with a wrong token.
+
+    Returns how many draft tokens were accepted and rejected, counted from now on.
+    """
+    propose, chance = speculator.propose, random.Random(0)
+    counts = {"accepted": 0, "rejected": 0}
+
+    def propose_text(
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        *arguments: Any,
+        **settings: Any,
+    ) -> Any:
+        import torch
+
+        drafts = propose(
+            *(input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states),
+            *(num_sampled, num_rejected, *arguments),
+            **settings,
+        )
+        for row in range(input_batch.num_reqs):
+            wrong, sampled = int(num_rejected[row]), int(num_sampled[row])
+            counts["rejected"] += wrong
+            counts["accepted"] += max(sampled - 1, 0)
+            last = int(input_batch.query_start_loc_np[row + 1]) - 1 - wrong
+            place, known = int(input_batch.positions[last]), int(input_batch.input_ids[last])
+            for text in texts:
+                drafted = text[place + 2 : place + 2 + draft_tokens]
+                if len(drafted) == draft_tokens and text[place] == known:
+                    if chance.random() < 0.5:
+                        drafted[chance.randrange(draft_tokens)] = chance.randrange(10, 300)
+                    drafts[row] = torch.tensor(drafted)
+        return drafts
+
+    speculator.propose = propose_text  # of this one object
+    return counts
+
+
 def live_engine_arguments(settings: LiveSettings) -> dict[str, Any]:
     """Arguments of vLLM's `LLM` that switch live control on."""
     from leadout.engine.settings import LIVE, SCHEDULER, with_section
@@ -49,10 +110,15 @@ def main() -> None:
     parser.add_argument("--v2", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--record", type=Path, help="folder for the drafter's steps, with --v2")
+    parser.add_argument("--async-scheduling", action="store_true", help="with --v2")
+    parser.add_argument("--known-drafts", action="store_true", help="with --v2")
     parser.add_argument("--settings", type=json.loads, default={}, help="of vLLM's, as JSON")
     arguments = parser.parse_args()
     if arguments.v2:
         let_triton_interpret()
+    if arguments.async_scheduling:
+        keep_async_scheduling()
+        arguments.settings["async_scheduling"] = True
 
     from vllm import LLM, SamplingParams
 
@@ -95,6 +161,14 @@ def main() -> None:
             drafts.append([list(draft.tokens) for draft in recorded])
             recorded.clear()
     result = {"answers": answers, "drafts": drafts, "drafter_class": drafter_class}
+    result["scheduler_classes"] = [each.__name__ for each in type(core.scheduler).__mro__]
+    if arguments.known_drafts:
+        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        runner = core.model_executor.driver_worker.worker.model_runner
+        counts = draft_known(runner.speculator, texts, arguments.draft_tokens)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+        result["answers_with_known_drafts"] = [list(o.outputs[0].token_ids) for o in outputs]
+        result |= counts
     print("RESULT " + json.dumps(result))
 
 

@@ -1,5 +1,6 @@
 """`leadout convert`: rewrite a drafter checkpoint in the other published format."""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,6 +50,7 @@ def convert(
     """
     from leadout import checkpoints
     from leadout.files import require_writable
+    from leadout.train.export import SETTINGS
 
     require_writable("DESTINATION", destination)
     covered = None
@@ -60,6 +62,8 @@ def convert(
         written, covered = _with_draft_vocab(
             source, destination, to, target, draft_vocab, frequent_in
         )
+    if (source / SETTINGS).exists():  # `leadout learn` continues with the settings of the training
+        shutil.copyfile(source / SETTINGS, written.path / SETTINGS)
     typer.echo(f"wrote {written.path} ({written.format})")
     if covered is not None:
         typer.echo(f"{draft_vocab} tokens can be drafted: {covered:.1%} of the target's answers")

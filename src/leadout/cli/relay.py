@@ -34,15 +34,13 @@ def relay(
     Connections are encrypted, and those without the key are closed. The server never waits for a
     relay, nor a relay for a learner.
     """
-    import resource
-
+    from leadout.engine.child_process import forbid_core_dumps
     from leadout.ring.channel import read_keys
     from leadout.ring.relay import Relay, parse_address
     from leadout.ring.sequences import RingReader
 
     address, keys = parse_address(listen, "--listen"), read_keys(key)
-    # What users wrote is in memory only: no core file may contain it.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    forbid_core_dumps()
     reader = RingReader(ring)
     running = Relay(reader, address, keys, max_waiting_bytes=int(buffer_gib * 2**30))
     typer.echo(f"Relay of {ring} on {address[0]}:{running.port}. Stop it with Ctrl-C.")

@@ -18,6 +18,7 @@ def serve(
     All other flags are passed on to vLLM. Exit code 1: the drafter does not fit.
     """
     import os
+    import resource
     import shlex
 
     require("serve")
@@ -40,6 +41,10 @@ def serve(
         assignments = [f"{name}={shlex.quote(value)}" for name, value in made.environment.items()]
         typer.echo(" ".join([*assignments, shlex.join(made.command)]))
         return
+    if settings.learn_states is not None:
+        # Nothing that users wrote is stored then, also if the server crashes. Its processes inherit
+        # the limit; they stay dumpable, without which GPUs could not share memory among them.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     environment = server_environment | made.environment | folder_for_sockets()
     # Replaces this process: its id and its signals become the server's.
     os.execve(made.command[0], made.command, environment)

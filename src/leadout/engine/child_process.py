@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -210,6 +211,7 @@ def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15.0  # for a clean shutdown, before SIGKILL
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -266,6 +268,15 @@ def prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def forbid_core_dumps() -> None:
+    """No memory of this process gets into a core file: for those that have what users wrote.
+
+    The limit alone is not enough: it does not apply where the system pipes core dumps to a program.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prctl(_PR_SET_DUMPABLE, 0)
 
 
 def descendants(ancestor: int) -> list[int]:

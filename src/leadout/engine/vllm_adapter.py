@@ -114,6 +114,7 @@ DRAFT_RECORDING = "recording of drafts"
 ATTENTION_CHECK = "check of the drafter's attention"
 TARGET_CHECK = "check of the target's model class"
 METRICS = "metrics"
+REQUEST_METRICS = "acceptance by request"
 STATE_EXTRACTION = "extraction of hidden states"
 
 # Attribute of a linear layer on CPUs: a function of the packed weight.
@@ -145,6 +146,12 @@ _UPDATE_FROM = Internal(
     _SCHEDULER, "update_from_output", "self, scheduler_output, model_runner_output"
 )
 _SCHEDULE = Internal(_SCHEDULER, "schedule", "self, throttle_prefills=")
+_COUNT_DRAFTS = Internal(
+    _SCHEDULER,
+    "make_spec_decoding_stats",
+    "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, "
+    "request_id",
+)
 _PROPOSE = Internal(
     _SPECULATOR,
     "propose",
@@ -242,12 +249,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal(
             _SCHEDULER, "reset_prefix_cache", "self, reset_running_requests=, reset_connector="
         ),
-        Internal(
-            _SCHEDULER,
-            "make_spec_decoding_stats",
-            "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, "
-            "num_invalid_spec_tokens, request_id",
-        ),
+        _COUNT_DRAFTS,
         Internal(_REQUEST, "update_block_hashes", "self"),
         *_attributes(_REQUEST, "block_hashes _block_hasher"),
         Internal(_LINEAR, "process_weights_after_loading", "self, layer"),
@@ -391,6 +393,12 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "vllm.v1.spec_decode.metrics:SpecDecodingStats",
             "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos",
         ),
+    ),
+    REQUEST_METRICS: (
+        _FREE_REQUEST,
+        _COUNT_DRAFTS,
+        *_attributes(_SCHEDULER, "requests"),
+        *_attributes(_REQUEST, "request_id"),
     ),
 }
 

@@ -26,6 +26,7 @@ from leadout.evaluate.hidden_states import (
     StatesOnDisk,
     StateSource,
     announce,
+    compute_dtype,
     load_model,
 )
 from leadout.evaluate.ranks import Ranks
@@ -166,13 +167,14 @@ def _compute(request: BaseRequest, report: Report) -> _Made:
         for place, index in enumerate(request.indices)
     ]
     device = reference_device(target, precision)
+    computed = compute_dtype(precision, device)
     where = TrainConfig(states_from=request.states_from, precision=request.precision)
     longest = max(len(sequence) for _, sequence in items)
     with served_states(
         target, request.layer_ids, where, longest, Ranks(0, 1, device), request.vllm_flags
     ) as served:
         source = served or ComputedStates(
-            lambda: Target(load_model(target, precision).to(device), request.layer_ids)
+            lambda: Target(load_model(target, computed).to(device), request.layer_ids)
         )
         states = request.open(samples, source)
         missing = [item for item in items if not states.has_all([item[0]])]

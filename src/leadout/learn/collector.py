@@ -49,7 +49,7 @@ class ServedCounts(Record):
     used: int  # kept for training; the oldest of them may have been dropped since
     without_beginning: int  # left out: the drafter sees what came from the server's prefix cache
     unusable: int  # left out: too short for a block, or not of this target
-    lost: int  # not read in time, or incomplete
+    lost: int  # overwritten before they were read, or incomplete
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,17 @@ class Collector:
             source.close()
 
     def newest(self) -> list[KeptSequence]:
-        """The kept sequences, oldest first; raises the error that ended the reading, if any."""
+        """The kept sequences, oldest first; raises `problem` if there is one."""
         with self._lock:
             if self._problem is not None:
                 raise self._problem
             return list(self._kept)
+
+    @property
+    def problem(self) -> BaseException | None:
+        """The error that ended the reading, if any."""
+        with self._lock:
+            return self._problem
 
     def counts(self) -> ServedCounts:
         with self._lock:
@@ -109,7 +115,7 @@ class Collector:
                 used=self._used,
                 without_beginning=self._without_beginning,
                 unusable=self._unusable,
-                lost=sum(each.with_gaps + each.without_states + each.dropped for each in counters),
+                lost=sum(each.lost for each in counters),
             )
 
     def _work(self) -> None:

@@ -4,22 +4,25 @@ A cycle is the one of `cycle.py`. What differs is where its text comes from: ser
 with their states, which a `Collector` keeps in memory. Nothing of them is written to a file, and
 the target is never loaded: labels are the tokens that it chose. The newest sequences stay in
 memory, so later cycles train on old and new ones, from the version that is served then. A learner
-that is killed loses what it had in memory, and starts with what is served next.
+that is killed loses what it had in memory, and starts with what is served next. So an error that
+can pass, such as a registry that cannot be reached, does not end it: the cycle is tried again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from leadout.console import Progress
-from leadout.engine.child_process import prctl
+from leadout.engine.child_process import forbid_core_dumps
+from leadout.errors import LeadoutError
 from leadout.evaluate.memory_states import StatesInMemory
 from leadout.evaluate.ranks import Ranks, joined_ranks
 from leadout.learn.base_states import BaseRequest, BaseStates
@@ -40,23 +43,29 @@ from leadout.learn.sources import LOSSLESS_LEFT_OUT, ServedText
 from leadout.learn.work_folder import WorkFolder
 from leadout.pairing import read_target
 from leadout.provenance import RunStart
+from leadout.registry import RegistryKeyError
+from leadout.settings import SettingsError
 from leadout.shards import SamplesInMemory
-from leadout.train.config import TrainConfig
+from leadout.train.config import TrainConfig, TrainError
+
+logger = logging.getLogger(__name__)
 
 LOWEST_PRIORITY = 19
 WAIT_SECONDS = 0.5
 MANY_SEQUENCES = 50  # after so many, a warning that most cannot be used is no accident
 GIB = 1 << 30
-_PR_SET_DUMPABLE = 4
+# After a cycle that failed; each further failure doubles the pause.
+FIRST_PAUSE, MAX_PAUSE = 5.0, 600.0  # seconds
+# Errors that can pass: a registry that is locked or cannot be reached, a full disk, a device whose
+# memory somebody else uses. Anything else is a bug.
+PASSING_ERRORS = (LeadoutError, OSError, torch.OutOfMemoryError)
+# Those of them that name a setting, or what it refers to, stay until somebody changes it.
+SETTINGS_ERRORS = (LearnError, TrainError, SettingsError, RegistryKeyError)
 
 
 def protect_process(*, nice: bool) -> None:
-    """No memory of this process gets into a core dump: it has what users wrote.
-
-    The limit alone is not enough: it does not apply where the system pipes core dumps to a program.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    prctl(_PR_SET_DUMPABLE, 0)
+    """Keep what users wrote out of core dumps, and let a server on this machine go first."""
+    forbid_core_dumps()
     if nice:
         os.nice(LOWEST_PRIORITY)
 
@@ -69,6 +78,7 @@ def learn_from_states(
 ) -> LearnResult | None:
     """Run cycles, `config.cycles` of them or until interrupted; `report` gets each result.
 
+    A cycle that fails for a reason that can pass is tried again with what is in memory by then.
     Returns the last result, or None without a cycle.
     """
     inputs, work = open_inputs(config), WorkFolder(config.work_folder)
@@ -91,17 +101,16 @@ def learn_from_states(
         held.callback(base.close)
         with Progress("learn", quiet=not show_progress) as progress:
             base.compute(progress)
-        result, used, done = None, 0, 0
+        learner = _Learner(config, work, ranks, collector, base, show_progress)
+        result, done, pause = None, 0, FIRST_PAUSE
         while config.cycles is None or done < config.cycles:
-            with Progress("learn", quiet=not show_progress) as progress:
-                selected = _wait_for_text(config, collector, base, used, progress)
-                began, started = time.monotonic(), RunStart.now()
-                result = _run_cycle(selected, work, ranks, progress)
-            used = selected.used
-            result = result.model_copy(update={"served": collector.counts()})
-            result = with_provenance(result, selected.inputs, began, started)
+            tried = learner.try_cycle(pause)
+            if tried is None:
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE)
+                continue
+            result, done, pause = tried, done + 1, FIRST_PAUSE
             report(result)
-            done += 1
         return result
 
 
@@ -112,6 +121,46 @@ class _Selected(NamedTuple):
     text: ServedText
     max_length: int
     used: int  # sequences that had arrived by then
+
+
+@dataclass
+class _Learner:
+    """What all cycles share."""
+
+    config: LearnConfig
+    work: WorkFolder
+    ranks: Ranks
+    collector: Collector
+    base: BaseStates
+    show_progress: bool
+    used: int = 0  # sequences that had arrived when the last complete cycle began
+    has_failed: bool = False
+
+    def try_cycle(self, pause: float) -> LearnResult | None:
+        """One cycle; None if it failed and is to be tried again after so many seconds."""
+        try:
+            with Progress("learn", quiet=not self.show_progress) as progress:
+                if self.has_failed:  # perhaps after its candidate was promoted
+                    finish_promoted(open_inputs(self.config), self.work)
+                selected = _wait_for_text(
+                    self.config, self.collector, self.base, self.used, progress
+                )
+                began, started = time.monotonic(), RunStart.now()
+                result = _run_cycle(selected, self.work, self.ranks, progress)
+        except PASSING_ERRORS as problem:
+            if isinstance(problem, SETTINGS_ERRORS) or problem is self.collector.problem:
+                raise
+            logger.warning(
+                "A cycle failed: %s. What was served is still in memory; trying again in %g "
+                "seconds.",
+                str(problem).strip().rstrip(".") or type(problem).__name__,
+                pause,
+            )
+            self.has_failed = True
+            return None
+        self.used, self.has_failed = selected.used, False
+        result = result.model_copy(update={"served": self.collector.counts()})
+        return with_provenance(result, selected.inputs, began, started)
 
 
 def _run_cycle(

@@ -258,6 +258,7 @@ def base_settings(
             "states": "auto",
             "states_from": (),
             "patience": None,
+            "first_block_size": None,  # the drafter has learnt whole blocks already
             "compile": False,  # takes minutes, which short cycles do not earn back
             "seed": seed,
         }

@@ -44,11 +44,21 @@ class RingCounters(BaseModel):
     sequences: int = 0
     tokens: int = 0  # rows of those sequences
     overtaken: int = 0  # records that were overwritten before they were read
+    overtaken_texts: int = 0  # those of them that were texts, each the only trace of its sequence
     with_gaps: int = 0  # sequences dropped: some of their states were lost
     without_states: int = 0  # texts dropped: none of their states were read
     dropped: int = 0  # sequences dropped because too many were open
     damaged: int = 0  # files that are not read any more
     open: int = 0  # sequences that are not complete yet
+
+    @property
+    def lost(self) -> int:
+        """Sequences that will never be complete.
+
+        Without states that were overtaken a sequence has a gap, or none at all, and counts as such
+        when its text is read.
+        """
+        return self.with_gaps + self.without_states + self.dropped + self.overtaken_texts
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,10 @@ class RingReader:
                     self._add_states(StatesRecord.parse(content, self.info), path, found)
                 else:
                     self._add_text(TextRecord.parse(content), found)
-        self.counters.overtaken += file.lost - lost
+        overtaken = file.lost - lost
+        self.counters.overtaken += overtaken
+        if not path.name.startswith(f"{STATES}-"):
+            self.counters.overtaken_texts += overtaken
         if is_ended and path in self._files:
             self._end(path)
 

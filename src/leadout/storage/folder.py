@@ -35,7 +35,8 @@ from leadout.storage.base import (
 
 LOCK = ".lock"
 # A write takes milliseconds. A process that is stopped while it writes must not stop all others:
-# a server goes on without its line in the ledger, a learner fails and is started again.
+# a server goes on without its line in the ledger, a learner fails and is started again or, if it
+# learns from served states, tries again.
 LOCK_SECONDS = 60.0
 
 

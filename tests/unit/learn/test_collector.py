@@ -13,7 +13,8 @@ from leadout.checkpoints import read_checkpoint
 from leadout.dflash.config import DrafterConfig, LayerAttention
 from leadout.learn.collector import Collector
 from leadout.ring.memory import RingError
-from leadout.ring.sequences import RingCounters, ServedSequence
+from leadout.ring.sequences import RingCounters, RingReader, ServedSequence
+from support import served_world
 from support.learn_world import NEW, World, requests
 from support.models import TINY_VOCAB
 from support.served_world import ring_info, served
@@ -111,3 +112,23 @@ def test_a_ring_that_cannot_be_read_any_more_ends_the_wait(
 
     with Collector([source], config, TINY_VOCAB, 1 << 30) as collector:
         wait_until(has_failed)
+
+
+def test_what_the_server_overwrote_before_it_was_read_counts_as_lost(
+    world: World, config: DrafterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all requests either the text or the states are gone, or nothing is."""
+    monkeypatch.setattr(served_world, "RING_BYTES", 1 << 16)
+    with served_world.ring_of(world) as ring:
+        reader = RingReader(ring.folder, clock=lambda: 100 * time.monotonic())
+        ring.serve(requests(NEW, 1))
+        assert len(reader.poll()) == 1  # the reader was there before the others
+        for _ in range(20):
+            ring.serve(requests(NEW, 30, first=100))
+        with Collector([reader], config, TINY_VOCAB, 1 << 30) as collector:
+            wait_until(lambda: collector.counts().sequences + collector.counts().lost >= 600)
+            counts, counters = collector.counts(), reader.counters
+    assert counts.lost == 600 - counts.sequences
+    assert counters.overtaken_texts > 100
+    assert counters.without_states + counters.with_gaps > 100
+    assert counters.overtaken > counts.lost  # each sequence has several records of states

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import logging
+import os
+import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +20,9 @@ import pytest
 import torch
 
 from leadout.checkpoints import load_drafter
+from leadout.cli.options import stopped_by_signals
 from leadout.evaluate import hidden_states
-from leadout.learn import cycle
+from leadout.learn import continuous, cycle
 from leadout.learn.config import LearnConfig, LearnError
 from leadout.learn.continuous import learn_from_states
 from leadout.learn.cycle import learn
@@ -27,6 +33,7 @@ from leadout.ring.channel import read_keys
 from leadout.ring.relay import Relay
 from leadout.ring.sequences import RingReader
 from leadout.shards import Sample
+from leadout.storage import StorageError
 from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS
 from support.learn_world import NEW, World, lossless_by_reference, requests, start, write_capture
@@ -275,3 +282,117 @@ def test_two_servers_feed_one_learner(short: LearnConfig, ring: Ring, world: Wor
     assert result is not None
     assert result.served is not None
     assert result.served.used == 60
+
+
+def pauses_in(log: pytest.LogCaptureFixture) -> list[float]:
+    return [float(each) for each in re.findall(r"trying again in (\S+) seconds", log.text)]
+
+
+def test_a_cycle_whose_registry_fails_is_tried_again_with_what_is_in_memory(
+    short: LearnConfig,
+    ring: Ring,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A store that cannot be reached, then a lock that is held, then an error of the disk."""
+    problems = [
+        StorageError("s3://bucket cannot be reached."),
+        TimeoutError(".lock has been held by another process"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ]
+    publish = Registry.publish
+
+    def fake_publish(*words: Any, **settings: Any) -> Any:
+        if problems:
+            raise problems.pop(0)
+        return publish(*words, **settings)
+
+    monkeypatch.setattr(Registry, "publish", fake_publish)
+    monkeypatch.setattr(continuous, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(continuous, "MAX_PAUSE", 0.2)
+    ring.serve(requests(NEW, 60))
+    reported: list[LearnResult] = []
+    result = learn_from_states(short, reported.append)
+    assert problems == []
+    assert result is not None
+    assert result.promoted, result.decision.reasons
+    assert (reported, result.version) == ([result], 2)
+    assert result.served is not None
+    assert result.served.used == 60
+    assert pauses_in(caplog) == [0.1, 0.2, 0.2]
+    assert "A cycle failed: s3://bucket cannot be reached. What was served" in caplog.text
+
+
+def test_a_decision_that_was_not_recorded_is_before_the_next_cycle(
+    short: LearnConfig, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidate is served already, so the next cycle starts from it."""
+    record, failed = Registry.record, []
+
+    def fake_record(self: Registry, event: Any, *words: Any, **settings: Any) -> Any:
+        if event == "promoted" and not failed:
+            failed.append(event)
+            raise StorageError("The ledger cannot be reached.")
+        return record(self, event, *words, **settings)
+
+    monkeypatch.setattr(Registry, "record", fake_record)
+    monkeypatch.setattr(continuous, "FIRST_PAUSE", 0.01)
+    ring.serve(requests(NEW, 60))
+    result = learn_from_states(short)
+    assert failed == ["promoted"]
+    assert result is not None
+    assert result.parent == 2
+    events = [(each.event, each.version) for each in read_status(short.registry).ledger]
+    assert events.count(("promoted", 2)) == 1
+
+
+def test_an_error_of_settings_ends_the_learner(
+    short: LearnConfig, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of settings that were right when it started."""
+    answers = [continuous.open_inputs(short), LearnError("--registry: for another target.")]
+
+    def fake_inputs(_: LearnConfig) -> Any:
+        answer = answers.pop(0)  # an IndexError if it tries again
+        if isinstance(answer, LearnError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(continuous, "open_inputs", fake_inputs)
+    monkeypatch.setattr(continuous, "FIRST_PAUSE", 0.01)
+    ring.serve(requests(NEW, 60))
+    with pytest.raises(LearnError, match="for another target"):
+        learn_from_states(short)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_the_pause_of_a_learner(
+    short: LearnConfig,
+    ring: Ring,
+    sent: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ring.serve(requests(NEW, 60))
+    monkeypatch.setattr(continuous, "FIRST_PAUSE", 3600.0)
+
+    def fake_publish(*_: Any, **__: Any) -> Any:
+        raise StorageError("s3://bucket cannot be reached.")
+
+    class Signalling(logging.Handler):
+        """Sends the signal a moment after the learner has said that it waits."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            threading.Timer(0.2, os.kill, (os.getpid(), sent)).start()
+
+    monkeypatch.setattr(Registry, "publish", fake_publish)
+    logger, handler = logging.getLogger(continuous.__name__), Signalling()
+    logger.addHandler(handler)
+    began = time.monotonic()
+    try:
+        with stopped_by_signals(), pytest.raises(KeyboardInterrupt):
+            learn_from_states(short)
+    finally:
+        logger.removeHandler(handler)
+    assert pauses_in(caplog) == [3600.0]
+    assert time.monotonic() - began < 3600

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from leadout.checkpoints import load_weights, read_checkpoint, write_checkpoint
 from leadout.evaluate.target_weights import HEAD
 from leadout.learn import work_folder
 from leadout.learn.config import CycleSettings, LearnConfig, LearnError
-from leadout.learn.prepare import base_settings, require_learnable
+from leadout.learn.prepare import base_settings, first_settings, require_learnable
 from leadout.learn.work_folder import WorkFolder
 from leadout.settings import SettingsError
+from leadout.train.export import SETTINGS
 from leadout.train.init import reduce_draft_vocab
 from support.drafters import random_weights
 from support.learn_world import World
@@ -32,6 +34,15 @@ def test_training_uses_the_drafters_own_shape_and_settings(world: World) -> None
     assert (settings.max_length, settings.precision, settings.seed) == (128, "float32", 3)
     faster = base_settings(checkpoint, CycleSettings(learning_rate=0.1), 128, seed=3)
     assert faster.learning_rate == 0.1
+
+
+def test_cycles_have_no_shorter_first_blocks(world: World, tmp_path: Path) -> None:
+    drafter = shutil.copytree(world.drafter, tmp_path / "drafter")
+    with (drafter / SETTINGS).open("a") as file:
+        file.write("first_block_size: 3\n")
+    checkpoint = read_checkpoint(drafter)
+    assert first_settings(drafter).first_block_size == 3
+    assert base_settings(checkpoint, CycleSettings(), 128, seed=3).first_block_size is None
 
 
 def test_a_reduced_vocabulary_can_learn_if_its_rows_are_the_targets(

@@ -395,13 +395,25 @@ def test_addresses(text: str) -> None:
         parse_address(text, "--listen")
 
 
+# A run of the command that says at its end whether its memory can get into a core file.
+RUN = """
+import ctypes, resource, sys
+from leadout.cli.app import app
+try:
+    app(sys.argv[1:])
+finally:
+    core, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    print("core:", core, "dumpable:", ctypes.CDLL(None).prctl(3))
+"""
+
+
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_relays_until_it_is_stopped(
     stop: signal.Signals, shared_memory: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_bytes(base64.urlsafe_b64encode(KEY))
     server = Server(shared_memory / "ring", info())
-    command = [sys.executable, "-m", "leadout", "relay", str(shared_memory / "ring")]
+    command = [sys.executable, "-c", RUN, "relay", str(shared_memory / "ring")]
     command += ["--listen", "127.0.0.1:0", "--key", str(tmp_path / "key")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -420,6 +432,7 @@ def test_the_command_relays_until_it_is_stopped(
             reader.close()
             process.send_signal(stop)
             assert process.wait(SECONDS) == 0
+        assert process.stdout.read() == "core: 0 dumpable: 0\n"
     server.states.close()
     server.texts.close()
 

@@ -219,6 +219,21 @@ def test_an_overtaken_reader_counts_and_loses_only_what_was_overwritten(folder: 
     counters = reader.counters
     assert 1 < counters.sequences < 200
     assert counters.overtaken == counters.without_states == 201 - counters.sequences
+    assert (counters.overtaken_texts, counters.lost) == (0, counters.without_states)
+
+
+def test_a_text_that_was_overtaken_is_a_lost_sequence(folder: Path) -> None:
+    server = Server(folder)
+    reader = RingReader(folder, clock=Clock())
+    server.finish("first")
+    reader.poll()
+    for number in range(1500):
+        server.finish(f"r{number}")
+    wait(reader, 0)
+    counters = reader.counters
+    assert counters.overtaken == counters.overtaken_texts == 1501 - len(reader._open) > 0
+    wait(reader, SECONDS_FOR_STATES)
+    assert counters.lost == 1501
 
 
 def test_a_text_without_a_response_forgets_the_states(server: Server, reader: RingReader) -> None:
