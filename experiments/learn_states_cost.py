@@ -43,7 +43,7 @@ from leadout.stats import paired_ratio
 
 OUT = ROOT / "results" / "learn" / "states_cost.json"
 REQUESTS = 20  # at a time; a tenth of them is a whole number
-TOKENS = 48
+TOKENS = 32
 WARM_UP = 2  # rounds
 SHARES = {"none": 0.0, "none again": 0.0, "0.1": 0.1, "1.0": 1.0}
 READERS = {"killed reader": "live", "paused reader": "live", "slow reader": "slow"}
@@ -252,7 +252,7 @@ def start(target: str, drafter: Path, folder: Path, ring: Path) -> Any:
     from leadout.learn.cycle import start_registry
 
     start_registry(target, str(folder / "registry"), str(drafter))
-    flags = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024"]
+    flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     # All turns of a round have the same prompts.
     flags += ["--max-num-seqs", str(REQUESTS), "--no-enable-prefix-caching"]
     settings = ServeSettings(
@@ -267,6 +267,7 @@ def start(target: str, drafter: Path, folder: Path, ring: Path) -> Any:
     given = vars(parse(target, plan.command[plan.command.index(target) + 1 :]))
     usual = vars(parse(target, []))
     names = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
+    names &= given.keys()  # some fields have no flag
     chosen = {name: given[name] for name in names if given[name] != usual[name]}
     return LLM(model=target, **chosen)
 
