@@ -7,16 +7,10 @@ from dataclasses import replace
 
 from result_tables import ROOT, blocks_of, result, table
 
+from leadout.engine.request_metrics import BUCKETS
+from leadout.pairing.devices import H100, H200
 from leadout.pairing.sizes import sizes_from_config
-from leadout.train.costs import (
-    FLOAT8,
-    H100,
-    H200,
-    Layout,
-    Work,
-    best_layout,
-    devices_for_weights,
-)
+from leadout.train.costs import FLOAT8, Layout, Work, best_layout, devices_for_weights
 
 # Targets to plan for, by the fields of their config.json.
 _QWEN3_235B = {
@@ -51,7 +45,7 @@ _DEEPSEEK_V3 = {
 }
 
 
-def _dense(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> dict[str, int]:
+def dense_config(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> dict[str, int]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -66,8 +60,8 @@ def _dense(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> dict[s
 TARGETS = {
     name: sizes_from_config(config, name)
     for name, config in {
-        "Qwen3-8B": _dense(4096, 36, 32, 12288, 151936),
-        "Llama-3.3-70B": _dense(8192, 80, 64, 28672, 128256),
+        "Qwen3-8B": dense_config(4096, 36, 32, 12288, 151936),
+        "Llama-3.3-70B": dense_config(8192, 80, 64, 28672, 128256),
         "Qwen3-235B-A22B": _QWEN3_235B,
         "DeepSeek-V3": _DEEPSEEK_V3,
     }.items()
@@ -298,12 +292,13 @@ def fleet() -> str:
     replicas, rate, k = 1000, 2000, 7
     captured = replicas * rate // 100
     drafter = 2 * LARGE.parameters
+    histogram = len(BUCKETS) + 3  # what is above all bounds, the sum and the number of requests
     return table(
         ("1,000 replicas of 4 GPUs, 2,000 tokens per second each", ""),
         [
             (
-                f"Prometheus series of Leadout, K = {k}: 1 + K + 5 per replica",
-                f"{replicas * (6 + k):,}",
+                f"Prometheus series of Leadout, K = {k}: 1 + K + 5 + {histogram} per replica",
+                f"{replicas * (6 + k + histogram):,}",
             ),
             ("tuned files", "1 per kind of machine"),
             ("tokens captured per second, with 1% of requests", f"{captured:,}"),

@@ -4,6 +4,8 @@ from typing import Any
 
 from result_tables import result, table
 
+from leadout.make.expected import LEARNING_CURVE
+
 
 def ablations() -> str:
     found = result("train/ablations.json")
@@ -28,6 +30,12 @@ def first_weights() -> str:
         if blocks in nearest(found)
     ]
     return table(("starts from", "answers", "blocks", "held-out acceptance length"), rows)
+
+
+def expected_lengths() -> str:
+    """What `leadout make` expects; a test compares it with the shipped drafter's run."""
+    rows = [(f"{each.blocks:,}", f"{each.low:.2f} to {each.high:.2f}") for each in LEARNING_CURVE]
+    return table(("blocks", "acceptance length, worst to best set"), rows)
 
 
 def curve_of(found: Any) -> list[tuple[int, float]]:

@@ -37,7 +37,7 @@ from leadout.evaluate.blocks import (
     possible_anchors,
     to_sequence,
 )
-from leadout.evaluate.hidden_states import Indexed, SharedStates, StateSource
+from leadout.evaluate.hidden_states import Indexed, SharedStates, StateSource, compute_dtype
 from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.reference import reference_target, why_not_loaded
 from leadout.evaluate.target_weights import (
@@ -226,12 +226,13 @@ def acceptance_by_drafter(
     `vllm_flags` if the target cannot be loaded on `device`.
     """
     precision = read_checkpoint(drafters[0]).tensors.dtype
-    served = states is None and not urls and why_not_loaded(target, precision, device) is not None
+    computed_in = compute_dtype(precision, device)
+    served = states is None and not urls and why_not_loaded(target, computed_in, device) is not None
     if served:
         device = torch.device("cpu")  # the server that is started takes the GPU
-    weights = load_target_weights(TargetFiles(target), precision, device)
+    weights = load_target_weights(TargetFiles(target), computed_in, device)
     forwards = [
-        BlockForward(load_drafter(folder, precision).to(device), weights.embedding)
+        BlockForward(load_drafter(folder, computed_in).to(device), weights.embedding)
         for folder in drafters
     ]
     heads = [DraftHead.of(forward.drafter, weights) for forward in forwards]
@@ -247,7 +248,7 @@ def acceptance_by_drafter(
             reference = reference_target(
                 target,
                 layer_ids,
-                precision,
+                precision if served or urls else computed_in,
                 longest=max((len(sequence) for _, sequence in items), default=1),
                 device=device,
                 urls=urls,

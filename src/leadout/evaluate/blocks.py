@@ -166,6 +166,26 @@ def draw_anchors(
     return possible[chosen.sort().values]
 
 
+def anchors_after(
+    anchors: Tensor, accepted: Tensor, others: Tensor, length: int, count: int
+) -> Tensor:
+    """At most `count` anchors where decoding goes on after blocks at `anchors` [blocks], ascending.
+
+    Decoding moves past the accepted drafts [blocks] of a block and the target's own token. Anchors
+    that have a block already are left out, and `others`, a random draw, fill up what is missing.
+    """
+    ends = torch.unique(anchors + accepted + 1)
+    ends = _spread(ends[(ends < length - 1) & ~torch.isin(ends, anchors)], count)
+    free = others[~torch.isin(others, torch.cat([anchors, ends]))]
+    return torch.cat([ends, _spread(free, count - len(ends))]).sort().values
+
+
+def _spread(values: Tensor, count: int) -> Tensor:
+    """At most `count` of the values, from their whole range."""
+    taken = min(count, len(values))
+    return values[len(values) * torch.arange(taken) // max(taken, 1)]
+
+
 def make_blocks(
     anchors: list[Tensor], tokens: Tensor, supervised: Tensor, block_size: int, blocks: int
 ) -> Blocks:
@@ -230,25 +250,29 @@ class BlockForward(nn.Module):
         anchor_tokens: Tensor,
         starts: Tensor | None = None,
         places: Tensor | None = None,
+        block_size: int | None = None,
     ) -> Tensor:
         """Hidden states of the slots after the anchors, [rows, blocks, B-1, H].
 
         `states` is [rows, length, taps * H], `anchors` and `anchor_tokens` are [rows, blocks]. In
         packed rows, `starts` [rows, blocks] is where the sequence of each block starts and `places`
-        [rows, length] the position of each token within its sequence.
+        [rows, length] the position of each token within its sequence. B is that of the drafter
+        unless `block_size` is given.
         """
         config = self.drafter.config
+        size = block_size or config.block_size
         rows, length, _ = states.shape
+        states = states.to(self._embedding.dtype)  # they may be kept in fewer bits
         blocks = anchors.shape[1]
         if starts is None:
             starts = torch.zeros_like(anchors)
         if places is None:
             places = torch.arange(length, device=states.device).expand(rows, -1)
         context = self.drafter.context_kv(self.drafter.context_features(states), places)
-        slots = torch.arange(config.block_size, device=states.device)
+        slots = torch.arange(size, device=states.device)
         positions = ((anchors - starts)[:, :, None] + slots).flatten(1)  # [rows, blocks * B]
-        tokens = self.drafter.block_tokens(anchor_tokens.flatten(), config.block_size)
-        layout = Layout(anchors, starts, config.block_size, length)
+        tokens = self.drafter.block_tokens(anchor_tokens.flatten(), size)
+        layout = Layout(anchors, starts, size, length)
         masks: Sequence[Any] = (
             flex_masks(config.layers, layout) if self.flex else block_masks(config.layers, layout)
         )
@@ -259,7 +283,7 @@ class BlockForward(nn.Module):
             masks,
             attend_with_flex if self.flex else attend_in_blocks,
         )
-        return hidden.view(rows, blocks, config.block_size, -1)[:, :, 1:]
+        return hidden.view(rows, blocks, size, -1)[:, :, 1:]
 
 
 class DraftedSlots(NamedTuple):
@@ -285,7 +309,8 @@ def drafted_slots(
     anchors = blocks.anchors.to(device)
     anchor_tokens = tokens.gather(1, blocks.anchors).to(device)
     packed = () if positions is None else (blocks.starts.to(device), positions.to(device))
-    hidden = forward(states, anchors, anchor_tokens, *packed)
+    size = blocks.labels.shape[-1] + 1
+    hidden = forward(states, anchors, anchor_tokens, *packed, block_size=size)
     kept = blocks.counted.any(-1).to(device)  # [rows, blocks]
     # The label at p + k was chosen from the target's state at p + k - 1.
     rows, length, _ = final.shape

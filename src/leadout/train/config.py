@@ -37,6 +37,16 @@ class TrainConfig(Settings):
         panel="Drafter",
         ge=2,
     )
+    first_block_size: int | None = setting(
+        None,
+        "Tokens of a block in the first part of a run, less than --block-size: shorter blocks "
+        "take less time, and decoding reaches their drafts most often. [default: --block-size]",
+        panel="Objective",
+        ge=2,
+    )
+    first_block_share: float = setting(
+        0.7, "Share of the steps with --first-block-size.", panel="Objective", gt=0, lt=1
+    )
     target_layer_ids: tuple[int, ...] | None = setting(
         None,
         "Target layer whose hidden states the drafter reads; repeatable. [default: 5 layers, "
@@ -104,6 +114,14 @@ class TrainConfig(Settings):
         gt=0,
         le=1,
     )
+    walk_share: float = setting(
+        0.0,
+        "Share of a sequence's blocks that start where the accepted drafts of its other blocks "
+        "end, as decoding does; the other blocks start at random positions.",
+        panel="Data",
+        ge=0,
+        lt=1,
+    )
     validation_sequences: int = setting(
         96,
         "Samples held out for validation, over all sources; greedy ones where a source has them.",
@@ -130,7 +148,10 @@ class TrainConfig(Settings):
         gt=0,
     )
     precision: Literal["bfloat16", "float32"] = setting(
-        "bfloat16", "Precision of matrix products; master weights are float32.", panel="Optimizer"
+        "bfloat16",
+        "Precision of the drafter's file, of kept states, and of matrix products except on "
+        "processors that only emulate it; master weights are float32.",
+        panel="Optimizer",
     )
 
     minutes: float | None = setting(
@@ -203,6 +224,15 @@ class TrainConfig(Settings):
     def passes(self) -> float:
         """Passes over the data."""
         return DEFAULT_EPOCHS if self.epochs is None else self.epochs
+
+    @model_validator(mode="after")
+    def _require_shorter_first_blocks(self) -> Self:
+        if self.first_block_size is not None and self.first_block_size >= self.block_size:
+            raise ValueError(
+                f"--first-block-size {self.first_block_size} must be below --block-size "
+                f"{self.block_size}; omit it for blocks of one size."
+            )
+        return self
 
     @model_validator(mode="after")
     def _require_one_budget(self) -> Self:

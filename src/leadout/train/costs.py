@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from leadout.pairing import DraftShape, TargetSizes, shape_for
+from leadout.pairing.devices import H100, PREFILL_SHARE, Device
 
 BFLOAT16, FLOAT32, FLOAT8 = 2, 4, 1
 SCALE_BYTES = 4  # of one FP8 state: a float32 scale for each token and layer
@@ -116,20 +117,10 @@ class Work:
         return states * self.target.hidden_size * bytes_per_value + scales
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """An accelerator and what of it training uses in practice; for estimates on paper only."""
-
-    name: str
-    memory: float  # bytes
-    operations: float  # per second, dense bfloat16
-    network: float  # bytes per second between machines, for each device
-    prefill_share: float  # of the operations, that a server reaches on prompts
-    training_share: float  # that a trainer reaches
-
-
-H100 = Device("H100", 80e9, 989e12, 50e9, prefill_share=0.4, training_share=0.3)
-H200 = Device("H200", 141e9, 989e12, 50e9, prefill_share=0.4, training_share=0.3)
+# Assumptions of estimates on paper: the share of a device's operations that a trainer reaches, and
+# bytes per second between machines, for each device.
+TRAINING_SHARE = 0.3
+NETWORK = 50e9
 GPUS_PER_NODE = 8
 # Of a device's memory: the rest is for activations, KV cache and fragmentation.
 WEIGHTS_SHARE = 0.7
@@ -144,6 +135,9 @@ class Layout:
     servers: int  # devices; 0: the trainers compute the states themselves
     trainers: int
     bytes_per_value: int = BFLOAT16
+    prefill_share: float = PREFILL_SHARE
+    training_share: float = TRAINING_SHARE
+    network: float = NETWORK
 
     @property
     def source(self) -> StatesSource:
@@ -152,25 +146,25 @@ class Layout:
     @property
     def trained_tokens_per_second(self) -> float:
         """If states arrive in time."""
-        rate = self.trainers * self.device.operations * self.device.training_share
+        rate = self.trainers * self.device.operations * self.training_share
         if self.servers:
             return rate * self.work.length / self.work.operations("served")
         # The target's pass runs at the rate of a server's.
-        target = self.work.target_operations / self.device.prefill_share
-        drafter = self.work.operations("served") / self.device.training_share
+        target = self.work.target_operations / self.prefill_share
+        drafter = self.work.operations("served") / self.training_share
         seconds = (target + drafter) / (self.trainers * self.device.operations)
         return self.work.length / seconds
 
     @property
     def served_tokens_per_second(self) -> float:
-        rate = self.servers * self.device.operations * self.device.prefill_share
+        rate = self.servers * self.device.operations * self.prefill_share
         return rate * self.work.length / self.work.target_operations
 
     @property
     def network_tokens_per_second(self) -> float:
         """What the trainers' own network links can take in."""
         bytes_per_token = self.work.state_bytes_per_token(self.bytes_per_value)
-        return min(self.servers, self.trainers) * self.device.network / bytes_per_token
+        return min(self.servers, self.trainers) * self.network / bytes_per_token
 
     @property
     def tokens_per_second(self) -> float:

@@ -15,6 +15,7 @@ from leadout.dflash.target import Observation
 from leadout.evaluate.blocks import (
     DraftedSlots,
     TrainingSequence,
+    anchors_after,
     batch,
     drafted_slots,
     draw_anchors,
@@ -50,6 +51,13 @@ def blocks_per_sequence(answers: Sequence[int], config: TrainConfig) -> float:
     return sum(anchors_of(answer, config) for answer in answers) / max(len(answers), 1)
 
 
+def block_size_at(step: int, steps: int, config: TrainConfig) -> int:
+    """The tokens of a block in one of the steps 0 to steps - 1."""
+    if config.first_block_size is None or step >= config.first_block_share * steps:
+        return config.block_size
+    return config.first_block_size
+
+
 def uses_flex(config: TrainConfig, device: torch.device) -> bool:
     return config.attention == "flex" or (config.attention == "auto" and device.type == "cuda")
 
@@ -79,12 +87,14 @@ class Gradient:
         frequent: Tensor | None,
         draft_scaling: LogitScaling | None = None,
         *,
+        steps: int = 0,
         count_passes: Callable[[int], int] = int,
         spare: Callable[[], Indexed] | None = None,
     ) -> None:
-        """`count_passes` turns the passes of this rank into those that it must run.
+        """`steps` are those of the run, the first of which may have shorter blocks.
 
-        Ranks that share sharded weights run equally many; they fill up with the sequence `spare`.
+        `count_passes` turns the passes of this rank into those that it must run. Ranks that share
+        sharded weights run equally many; they fill up with the sequence `spare`.
         """
         self._forward = forward
         self._weights = weights
@@ -95,6 +105,7 @@ class Gradient:
         self._config = config
         self._frequent = frequent  # [candidates] token ids, or None: score the whole vocabulary
         self._device = target_weights.embedding.device
+        self._steps = steps
         self._count_passes = count_passes
         self._spare = spare
         flex = uses_flex(config, self._device)
@@ -124,7 +135,7 @@ class Gradient:
             loss, leading = self._one_pass(prepared, step, denominator)
             total += loss
             blocks += len(leading)
-            hits += leading.float().sum(0).cpu()
+            hits[: leading.shape[1]] += leading.float().sum(0).cpu()
         for _ in range(to_run - count):  # another rank has more: join it without a gradient
             assert self._spare is not None
             self._one_pass(self.prepare([self._spare()]), step, math.inf)
@@ -132,8 +143,29 @@ class Gradient:
 
     def _one_pass(self, prepared: PassInput, step: int, denominator: float) -> tuple[float, Tensor]:
         """The loss, and which slots [blocks, B-1] are right along with all slots before them."""
-        config = self._config
-        drafted = self._packed(prepared, step) if self._packing else self._padded(prepared, step)
+        sequences = [sequence for _, sequence in prepared.part]
+        observed = self._on_device(prepared)
+        anchors = self._anchors(sequences, step, 1 - self._config.walk_share)
+        loss, leading = self._loss_at(anchors, sequences, observed, step, denominator)
+        if self._config.walk_share > 0:
+            after = self._anchors_after(anchors, leading, sequences, step)
+            if any(map(len, after)):
+                more, further = self._loss_at(after, sequences, observed, step, denominator)
+                loss, leading = loss + more, torch.cat([leading, further])
+        return loss, leading
+
+    def _loss_at(
+        self,
+        anchors: list[Tensor],
+        sequences: Sequence[TrainingSequence],
+        observed: Observation,
+        step: int,
+        denominator: float,
+    ) -> tuple[float, Tensor]:
+        """The loss of blocks at the anchors of each sequence, whose gradients are added."""
+        config, size = self._config, block_size_at(step, self._steps, self._config)
+        slots_at = self._packed if self._packing else self._padded
+        drafted = slots_at(anchors, sequences, observed, size)
         rows, labels = self._candidates(drafted.labels, step)
         teacher = drafted.teacher if config.distillation > 0 else None
         slots = Slots(labels, drafted.counted, teacher, drafted.teacher_at)
@@ -143,26 +175,36 @@ class Gradient:
         self._weights.collect_gradients()
         return loss.item(), hits.long().cumprod(-1)
 
-    def _padded(self, prepared: PassInput, step: int) -> DraftedSlots:
+    def _padded(
+        self,
+        anchors: list[Tensor],
+        sequences: Sequence[TrainingSequence],
+        observed: Observation,
+        block_size: int,
+    ) -> DraftedSlots:
         """One row for each sequence."""
         config = self._config
-        sequences = [sequence for _, sequence in prepared.part]
         tokens, _, supervised = batch(sequences)
-        anchors = self._anchors(sequences, step)
         count = max(len(drawn) for drawn in anchors)
-        states, final = self._on_device(prepared)
+        states, final = observed
         if config.compile:  # one shape for every pass: compiling takes minutes
             states = F.pad(states, (0, 0, 0, config.max_length - states.shape[1]))
             count = config.anchors if config.anchors_per_token is None else MAX_ANCHORS
-        blocks = make_blocks(anchors, tokens, supervised, config.block_size, count)
+            count = math.ceil(count * max(config.walk_share, 1 - config.walk_share))
+        blocks = make_blocks(anchors, tokens, supervised, block_size, count)
         return drafted_slots(self._forward, states, final, tokens, blocks)
 
-    def _packed(self, prepared: PassInput, step: int) -> DraftedSlots:
+    def _packed(
+        self,
+        anchors: list[Tensor],
+        sequences: Sequence[TrainingSequence],
+        observed: Observation,
+        block_size: int,
+    ) -> DraftedSlots:
         """All sequences in one row."""
-        sequences = [sequence for _, sequence in prepared.part]
         row = pack(sequences)
-        blocks = make_packed_blocks(self._anchors(sequences, step), row, self._config.block_size)
-        states, final = (pack_states(each, sequences) for each in self._on_device(prepared))
+        blocks = make_packed_blocks(anchors, row, block_size)
+        states, final = (pack_states(each, sequences) for each in observed)
         return drafted_slots(self._forward, states, final, row.tokens, blocks, row.positions)
 
     def _on_device(self, prepared: PassInput) -> Observation:
@@ -171,18 +213,42 @@ class Gradient:
         states, final = (each.to(self._device, non_blocking=True) for each in observed)
         return Observation(states, final)
 
-    def _anchors(self, sequences: Sequence[TrainingSequence], step: int) -> list[Tensor]:
+    def _anchors(
+        self, sequences: Sequence[TrainingSequence], step: int, share: float = 1.0
+    ) -> list[Tensor]:
+        """A random draw for each sequence; a smaller share is a part of the same draw."""
         return [
             draw_anchors(
                 sequence.prompt_length,
                 len(sequence),
-                anchors_of(len(sequence) - sequence.prompt_length, self._config),
+                max(1, round(share * self._blocks_on(sequence))),
                 self._config.seed,
                 step,
                 sequence.name,
             )
             for sequence in sequences
         ]
+
+    def _anchors_after(
+        self,
+        anchors: list[Tensor],
+        leading: Tensor,
+        sequences: Sequence[TrainingSequence],
+        step: int,
+    ) -> list[Tensor]:
+        """The other anchors of each sequence, where its blocks at `anchors` end.
+
+        `leading` [blocks, B-1] are the drafts of these blocks that decoding would accept.
+        """
+        accepted = torch.split(leading.sum(-1).cpu(), [len(drawn) for drawn in anchors])
+        drawn = zip(anchors, accepted, self._anchors(sequences, step), sequences, strict=True)
+        return [
+            anchors_after(first, counts, every, len(each), self._blocks_on(each) - len(first))
+            for first, counts, every, each in drawn
+        ]
+
+    def _blocks_on(self, sequence: TrainingSequence) -> int:
+        return anchors_of(len(sequence) - sequence.prompt_length, self._config)
 
     def _candidates(self, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """The rows of the head to score, and the labels' places among them.

@@ -23,6 +23,8 @@ from leadout.train.sharding import whole
 
 ADAM_BETAS = (0.9, 0.95)
 MUON_MOMENTUM = 0.95
+# From this ratio of the sides of a matrix on, iterations without its long side take less time.
+LONG = 2
 
 
 def make_optimizers(
@@ -119,20 +121,29 @@ def orthogonalized(
 ) -> Tensor:
     """The Newton-Schulz iterations of Muon in float32: singular values come near 1.
 
-    Any shape [rows, columns]; computed with the shorter side first, where products are smaller.
+    Any shape [rows, columns]; computed with the shorter side first, where products are smaller. An
+    iteration multiplies X by P = linear + cubic G + quintic G^2 with G = X X^T. The next G is
+    P G P, so a long X need not take part: it is multiplied by the product of all P at the end.
     """
     linear, cubic, quintic = coefficients
     is_tall = update.shape[0] > update.shape[1]
     found = update.T.float() if is_tall else update.float()
     found = found / found.norm().clamp(min=1e-7)
-    for _ in range(iterations):
-        gram = found @ found.T  # [shorter, shorter]
-        found = torch.addmm(
-            found,
-            torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic),
-            found,
-            beta=linear,
-        )
+    shorter, longer = found.shape
+    if longer > LONG * shorter:
+        gram, product = found @ found.T, None
+        for number in range(iterations):
+            factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+            factor.diagonal().add_(linear)
+            product = factor if product is None else factor @ product
+            if number + 1 < iterations:
+                gram = factor @ gram @ factor
+        found = found if product is None else product @ found
+    else:
+        for _ in range(iterations):
+            gram = found @ found.T
+            factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+            found = torch.addmm(found, factor, found, beta=linear)
     return (found.T if is_tall else found).contiguous()
 
 

@@ -122,7 +122,8 @@ def time_steps(run: Run) -> Timing:
     def step() -> None:
         run.weights.clear_gradients()
         announce(run.source, (item for each in run.gradient.passes(part) for item in each))
-        run.gradient.accumulate(part, 0, run.blocks_per_step)
+        # The last step, because the first may have shorter blocks.
+        run.gradient.accumulate(part, run.steps - 1, run.blocks_per_step)
         if ranks > 1 and not run.weights.sharded:  # those are already summed
             sum_gradients_over_ranks(run.weights.masters.values())
         for optimizer in optimizers:
@@ -211,12 +212,13 @@ def make_plan(run: Run, data: DataFolder, sizes: TargetSizes) -> Plan:
         minutes=(steps * timing.seconds_per_step + for_states + validations * validating) / 60,
         drafter_gib=work.weight_bytes(
             optimizer=config.optimizer,
-            precision=config.precision,
+            precision=str(run.computed_in).removeprefix("torch."),
             shards=run.ranks.count if config.sharded else 1,
         )
         / GIB,
         target_gib=work.target_bytes(
-            "in process" if run.target_in_process else "served", bytes_per_weight=bytes_per_value
+            "in process" if run.target_in_process else "served",
+            bytes_per_weight=run.computed_in.itemsize,
         )
         / GIB,
         peak_memory_gib=_peak_memory(device) / GIB,

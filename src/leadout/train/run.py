@@ -28,6 +28,7 @@ from leadout.evaluate.hidden_states import (
     StatesOnDisk,
     StateSource,
     announce,
+    compute_dtype,
     load_model,
 )
 from leadout.evaluate.ranks import Ranks, empty_device_cache
@@ -202,11 +203,18 @@ class Run:
                 "--compile cannot be combined with --packing: packed passes differ in shape, and "
                 "each shape would be compiled anew. Omit one of them."
             )
+        if config.sharded and config.walk_share:
+            raise TrainError(
+                "--sharded cannot be combined with --walk-share: all processes must run equally "
+                "many passes, and how many those blocks need is known afterwards. Omit one of them."
+            )
         self.config = config
         self.corpus = corpus
         self.ranks = ranks
+        self.steps = total_steps(len(corpus.split.train), config)
         self.folder = out / WORK
-        precision: torch.dtype = getattr(torch, config.precision)
+        precision: torch.dtype = getattr(torch, config.precision)  # of files
+        self.computed_in = compute_dtype(precision, ranks.device)
         self.drafter_config = shape or new_config(
             target,
             layers=config.layers,
@@ -219,7 +227,9 @@ class Run:
             self.drafter = new_drafter(self.drafter_config, config.seed)
         else:
             self.drafter = trained_drafter(self.drafter_config, Path(config.initial))
-        self.target_weights = load_target_weights(TargetFiles(target), precision, ranks.device)
+        self.target_weights = load_target_weights(
+            TargetFiles(target), self.computed_in, ranks.device
+        )
         self.draft_head = DraftHead(self.target_weights.head)
         if self.drafter_config.own_head:  # as it will be served
             ids = load_copied_head(Path(config.initial)).target_ids.to(ranks.device)
@@ -231,17 +241,17 @@ class Run:
         if sharded:
             if config.compile:
                 raise TrainError("--compile cannot be combined with --sharded. Omit one of them.")
-            shard(forward, precision, ranks)
+            shard(forward, self.computed_in, ranks)
             self._forward = forward  # sharded weights are gathered by this module only
         else:
             self.drafter.to(ranks.device)
             self._forward = BlockForward(self.drafter, self.target_weights.embedding)
-        self.weights = MasterWeights(self.drafter, precision, sharded=sharded)
+        self.weights = MasterWeights(self.drafter, self.computed_in, sharded=sharded)
         compiled = torch.compile(forward, dynamic=False) if config.compile else forward
         taps = self.drafter_config.target_layer_ids
         self.target_in_process = states is None
         computed = states or ComputedStates(
-            lambda: Target(load_model(target, precision).to(ranks.device), taps)
+            lambda: Target(load_model(target, self.computed_in).to(ranks.device), taps)
         )
         self.source: StateSource = computed
         if config.states == "disk":
@@ -265,12 +275,12 @@ class Run:
             config,
             frequent,
             self.drafter_config.logit_scaling,
+            steps=self.steps,
             count_passes=ranks.max if sharded else int,
             spare=lambda: self.fetch(corpus.split.train[0]),
         )
         answers = [corpus.answers[index] for index in corpus.split.train]
         self.blocks_per_step = config.batch_sequences * blocks_per_sequence(answers, config)
-        self.steps = total_steps(len(corpus.split.train), config)
 
     def train(self, listen: Listener) -> RunStatus:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from leadout.engine.states_server import states_server
+from leadout.evaluate.hidden_states import compute_dtype
 from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.reference import why_not_loaded
 from leadout.evaluate.served_states import ServedStates, states_from
@@ -33,7 +34,8 @@ def served_states(
     precision: torch.dtype = getattr(torch, config.precision)
     reason = None
     if config.states != "served":
-        reason = why_not_loaded(target, precision, ranks.device)
+        computed_in = compute_dtype(precision, ranks.device)
+        reason = why_not_loaded(target, computed_in, ranks.device)
     if not urls and config.states != "served" and reason is None:
         yield None
         return

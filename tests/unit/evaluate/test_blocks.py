@@ -18,6 +18,7 @@ from leadout.evaluate.blocks import (
     BlockForward,
     Split,
     TrainingSequence,
+    anchors_after,
     batch,
     drafted_slots,
     draw_anchors,
@@ -307,3 +308,50 @@ def test_the_teacher_of_a_slot_is_the_state_that_chose_its_token(
     logits = target.step(tokens).logits  # at p, the target's view of p + 1
     torch.testing.assert_close(target.head(drafted.teacher[drafted.teacher_at])[0], logits[0, 6:10])
     assert drafted.labels[0].tolist() == tokens[0, 7:11].tolist()
+
+
+def test_anchors_follow_where_decoding_goes_on() -> None:
+    anchors, accepted = torch.tensor([10, 14, 20, 30]), torch.tensor([0, 1, 3, 7])
+    none = torch.zeros(0, dtype=torch.int64)
+    # 11, 16, 24 and 38: past the accepted drafts and the target's own token.
+    assert anchors_after(anchors, accepted, none, 60, 9).tolist() == [11, 16, 24, 38]
+    # The last token of a sequence is no anchor.
+    assert anchors_after(anchors, accepted, none, 39, 9).tolist() == [11, 16, 24]
+    assert anchors_after(anchors, accepted, none, 40, 9).tolist() == [11, 16, 24, 38]
+    # Ends that meet, or that have a block already, are taken once.
+    meeting = torch.tensor([5, 6, 7]), torch.tensor([4, 3, 0])
+    assert anchors_after(*meeting, none, 60, 9).tolist() == [8, 10]
+    leading = torch.tensor([5, 6]), torch.tensor([0, 2])
+    assert anchors_after(*leading, none, 60, 9).tolist() == [9]
+
+
+def test_a_random_draw_fills_up_the_anchors_that_follow() -> None:
+    anchors, accepted = torch.tensor([10, 20]), torch.tensor([1, 1])
+    others = torch.tensor([10, 12, 20, 31, 40, 55])
+    found = anchors_after(anchors, accepted, others, 60, 4).tolist()
+    assert found[:2] == [12, 22]
+    assert len(found) == 4
+    assert set(found[2:]) < {31, 40, 55}
+    assert anchors_after(anchors, accepted, others, 60, 9).tolist() == [12, 22, 31, 40, 55]
+    many = torch.arange(0, 100, 10)
+    few = anchors_after(many, torch.zeros_like(many), others, 200, 2).tolist()
+    assert few == [1, 51]  # of all parts of the text
+
+
+def test_shorter_blocks_are_drafted_as_by_a_drafter_of_that_size(
+    target: Target, drafter_config: DrafterConfig
+) -> None:
+    tokens = torch.randint(250, (1, 24), generator=torch.Generator().manual_seed(0))
+    states, final = target.observe(tokens)
+    known = torch.ones_like(tokens).bool()
+    drafter = random_drafter(drafter_config)
+    size = drafter_config.block_size - 2
+    blocks = make_blocks([torch.tensor([6, 9])], tokens, known, size, 2)
+    found = drafted_slots(BlockForward(drafter, target.embedding), states, final, tokens, blocks)
+    smaller = random_drafter(replace(drafter_config, block_size=size))
+    smaller.load_state_dict(drafter.state_dict())
+    expected = BlockForward(smaller, target.embedding)(
+        states, torch.tensor([[6, 9]]), tokens[:, [6, 9]]
+    )
+    assert found.hidden.shape == (2, size - 1, drafter_config.hidden_size)
+    torch.testing.assert_close(found.hidden, expected[0])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from leadout.dflash.target import Observation, Target
+from leadout.evaluate import hidden_states
 from leadout.evaluate.blocks import TrainingSequence
 from leadout.evaluate.hidden_states import ComputedStates, Indexed, SharedStates, StatesOnDisk
 from leadout.files import FileError
@@ -220,3 +221,13 @@ def test_closed_states_hold_no_files(target: Target, tmp_path: Path) -> None:
     assert open_files() == before + 2
     made.close()
     assert open_files() == before
+
+
+@pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_bfloat16_is_computed_in_float32_where_it_would_be_emulated(
+    monkeypatch: pytest.MonkeyPatch, has_it: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(hidden_states, "_has_bfloat16", lambda: has_it)
+    assert hidden_states.compute_dtype(torch.bfloat16, torch.device("cpu")) == expected
+    assert hidden_states.compute_dtype(torch.float32, torch.device("cpu")) == torch.float32
+    assert hidden_states.compute_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16

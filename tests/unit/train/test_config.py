@@ -44,6 +44,12 @@ def test_errors_name_the_flag(flags: dict[str, Any], message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_first_blocks_must_be_shorter() -> None:
+    assert TrainConfig.resolve({"first_block_size": 5}).first_block_size == 5
+    with pytest.raises(SettingsError, match="--first-block-size 8 must be below --block-size 8"):
+        TrainConfig.resolve({"first_block_size": 8})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leadout.evaluate.blocks import BlockForward
 from leadout.pairing import read_sizes
+from leadout.pairing.devices import H100
 from leadout.pairing.sizes import sizes_from_config
-from leadout.train.costs import FLOAT8, H100, Layout, Work, best_layout, devices_for_weights
+from leadout.train.costs import FLOAT8, Layout, Work, best_layout, devices_for_weights
 from leadout.train.plan import work_of
 from support.small_runs import MakeRun
 from support.target_configs import CONFIGS
@@ -63,7 +64,7 @@ def test_devices_for_weights() -> None:
 def test_the_bottleneck_is_the_slowest_part() -> None:
     few_servers = Layout(QWEN, H100, servers=1, trainers=63)
     few_trainers = Layout(QWEN, H100, servers=63, trainers=1)
-    slow_network = Layout(QWEN, dataclasses.replace(H100, network=1e6), servers=8, trainers=8)
+    slow_network = Layout(QWEN, H100, servers=8, trainers=8, network=1e6)
     layouts = (few_servers, few_trainers, slow_network)
     assert [each.bottleneck for each in layouts] == ["state servers", "trainers", "network"]
     halved = dataclasses.replace(slow_network, bytes_per_value=FLOAT8)

@@ -15,9 +15,11 @@ from leadout.data.manifest import DataFolder
 from leadout.dflash.config import DrafterConfig, InvalidDrafterError
 from leadout.dflash.drafter import Drafter
 from leadout.dflash.target import Target, UnsupportedTargetError
+from leadout.learn.prepare import first_settings
 from leadout.pairing.sizes import sizes_from_config
 from leadout.pairing.target import spread_layer_ids
-from leadout.train.config import TrainError
+from leadout.train.config import TrainConfig, TrainError
+from leadout.train.export import SETTINGS
 from leadout.train.init import (
     TokenCounts,
     choose_mask_token,
@@ -180,3 +182,27 @@ def test_convert_says_what_is_missing(
     assert result.exit_code == 2
     assert message in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--draft-vocab", "8", "--frequent-in", "DATA"],
+        ["--head-dim", "64"],
+        [],
+    ],
+)
+def test_converted_drafters_keep_the_settings_of_their_training(
+    flags: list[str], source: Path, target_folder: Path, data: DataFolder, tmp_path: Path
+) -> None:
+    """`leadout learn` continues with them."""
+    words = [str(data.folder) if word == "DATA" else word for word in flags]
+    for has_settings in (False, True):
+        out = tmp_path / f"out-{has_settings}"
+        if has_settings:
+            TrainConfig(anchors=7).write(source / SETTINGS)
+        command = ["convert", str(source), str(out), "--to", "speculators", *words]
+        result = CliRunner().invoke(app, [*command, "--target", str(target_folder)])
+        assert result.exit_code == 0, result.output
+        assert (out / SETTINGS).exists() is has_settings
+    assert first_settings(out).anchors == 7

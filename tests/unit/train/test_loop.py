@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from leadout.evaluate import hidden_states
 from leadout.evaluate.acceptance import Acceptance, Validation
 from leadout.leftovers import temporary_path
 from leadout.train.gradient import StepResult
@@ -71,7 +72,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         assert resumed.learning_rate == undisturbed.learning_rate
 
 
-def test_bfloat16_runs_resume_from_float32_master_weights(make_run: MakeRun) -> None:
+def test_bfloat16_runs_resume_from_float32_master_weights(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "_has_bfloat16", lambda: True)  # emulated is the same
     settings = {"precision": "bfloat16", "epochs": 0.4, "validate_every": 99}
     whole = make_run("whole", **settings)
     whole.train(silent)

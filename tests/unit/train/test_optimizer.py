@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Muon
 
 from leadout.train.config import TrainConfig
-from leadout.train.optimizer import learning_rate_at, make_optimizers, share_out
+from leadout.train.optimizer import learning_rate_at, make_optimizers, orthogonalized, share_out
 from support.rank_parts import SHAPES, make_muon, matrices, train_with
 from support.torchrun import torchrun
 
@@ -52,6 +52,25 @@ def test_on_cpus_muon_is_torchs_in_float32() -> None:
         assert moved > 0
         # torch's iterations are in bfloat16.
         assert (ours[name] - torchs[name]).norm() < 0.05 * moved
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (24, 40), (24, 64), (64, 24), (16, 160)], ids=str)
+def test_long_matrices_are_orthogonalized_as_others_are(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    few = torch.randn(shape[0], 3) @ torch.randn(3, shape[1])  # large directions of a gradient
+    update = few + 0.01 * torch.randn(shape)
+    coefficients = (3.4445, -4.7750, 2.0315)
+    expected = update.double() / update.double().norm()
+    for _ in range(5):
+        gram = expected @ expected.T
+        linear, cubic, quintic = coefficients
+        expected = linear * expected + (cubic * gram + quintic * gram @ gram) @ expected
+    found = orthogonalized(update, coefficients, 5)
+    assert found.shape == shape
+    assert found.is_contiguous()
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    values = torch.linalg.svdvals(found)[:3]
+    assert ((values > 0.5) & (values < 1.5)).all()
 
 
 def test_every_rank_has_about_the_same_work() -> None:
