@@ -61,6 +61,11 @@ class Progress:
         """For callers that show nothing, such as library code and tests."""
         return cls("", quiet=True)
 
+    @property
+    def has_bars(self) -> bool:
+        """Whether a terminal shows bars; a log has lines instead."""
+        return self._console.is_terminal
+
     def stage(self, name: str, total: int | None = None, done: int = 0) -> Advance:
         """Begin a stage of `total` steps, of which an earlier run may have `done` some.
 

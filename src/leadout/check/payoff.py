@@ -8,6 +8,7 @@ costs, so without its file nothing is said.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from leadout.check.result import (
@@ -19,6 +20,7 @@ from leadout.check.result import (
 )
 from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.models import local_folder
+from leadout.stats import Interval
 
 
 def read_costs(path: Path, target: str, drafter: str) -> Tuned:
@@ -29,11 +31,17 @@ def read_costs(path: Path, target: str, drafter: str) -> Tuned:
 
 
 def payoff(offline: OfflineAcceptance, tuned: Tuned) -> Payoff:
+    """Of the acceptance that a check measured."""
+    lengths = dict(enumerate(offline.by_draft_tokens[: tuned.block_size - 1], start=1))
+    return payoff_of(lengths, tuned)
+
+
+def payoff_of(lengths: Mapping[int, Interval], tuned: Tuned) -> Payoff:
     """At each measured load with the K that suits it best, and for all loads together.
 
-    Drafting pays if it pays at one load at least: K can be 0 at the others.
+    `lengths` are acceptance lengths by K. Drafting pays if it pays at one load at least: K can be
+    0 at the others.
     """
-    lengths = dict(enumerate(offline.by_draft_tokens[: tuned.block_size - 1], start=1))
     loads = []
     for batch in sorted(tuned.verify):
         options = [

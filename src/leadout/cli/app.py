@@ -19,6 +19,7 @@ from leadout.cli import (
     env,
     inspect,
     learn,
+    make,
     relay,
     selftest,
     serve,
@@ -70,6 +71,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command(
+    "make",
+    cls=settings_command("leadout.make.settings:MakeSettings"),
+    context_settings=_VLLM_FLAGS_AFTER_DASHES,
+)(make.make)
 app.command(
     "serve",
     cls=settings_command("leadout.engine.settings:ServeSettings"),

@@ -182,6 +182,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "inspect": (),
     "learn": (ENGINE,),  # not with --status
     "learn --states": (),
+    "make": (ENGINE, AIOHTTP),
     "relay": (),
     "selftest": (ENGINE, AIOHTTP),
     "serve": (ENGINE,),

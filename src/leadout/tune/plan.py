@@ -6,8 +6,10 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice, repeat
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,6 +19,7 @@ from leadout.engine.server_turns import Turns, weight_bytes
 from leadout.engine.step_records import DRAFTING_IN_A_ROW
 
 TOKENS = 40  # of each request and K
+SHORT_TOKENS = 16  # the same with --short
 # Small batches are measured twice: they have few requests and short rounds.
 TWICE_UP_TO = 4
 # With fewer requests acceptance is too uncertain; the largest batch is repeated to reach this.
@@ -24,7 +27,7 @@ MIN_REQUESTS = 20  # with each K
 SPARSE_DRAFTS = (0, 1, 2, 3, 5, 7, 11)
 ALL_DRAFTS_UP_TO = 5
 SERVERS = 2
-_START_SECONDS = 40.0  # of a server
+START_SECONDS = 40.0  # of a server
 _OVERHEAD = 1.6  # a step is longer than its matrix products: attention, Python
 _PROBE_SIZE, _PROBE_ROWS = 4096, 64
 
@@ -61,6 +64,19 @@ def make_rounds(max_batch: int, drafts: Sequence[int], prompts: int) -> list[Rou
     return rounds
 
 
+def short_rounds(rounds: Sequence[RoundRequest]) -> list[RoundRequest]:
+    """Of all rounds, one each of three batch sizes and four K; costs between them are linear."""
+    sizes = sorted({each.batch for each in rounds})
+    drafts = sorted({each.k for each in rounds})
+    batches = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+    counts = {*drafts[:2], drafts[len(drafts) // 2], drafts[-1]}
+    kept: dict[tuple[int, int], RoundRequest] = {}
+    for each in rounds:
+        if each.batch in batches and each.k in counts:
+            kept.setdefault((each.batch, each.k), each)
+    return list(kept.values())
+
+
 def _batches(max_batch: int) -> list[int]:
     """In the order of measurement; some sizes come more than once."""
     sizes = batch_sizes(max_batch)
@@ -86,15 +102,45 @@ class TunePlan(BaseModel):
     turns: Turns
     server_starts: int
     minutes: float
+    tokens: int = TOKENS
 
     def text(self) -> str:
         return (
             f"{self.rounds} rounds: batch sizes {_listed(self.batch_sizes)} with K = "
-            f"{_listed(self.draft_counts)}; {self.prompts} prompts, {TOKENS} tokens each\n"
+            f"{_listed(self.draft_counts)}; {self.prompts} prompts, {self.tokens} tokens each\n"
             f"two servers, {_ORDER[self.turns]}\n"
             f"up to about {max(self.minutes, 1):.0f} minutes on an idle machine, including the "
             f"start of {self.server_starts} servers"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTimes:
+    """Matrix products timed on this machine, from which the time of a model's pass is estimated."""
+
+    one: float  # seconds for one token
+    per_token: float  # for each further one
+
+    @classmethod
+    def measured(cls, clock: Callable[[int], float] | None = None) -> Self:
+        clock = clock or product_seconds
+        one, many = clock(1), clock(_PROBE_ROWS)
+        return cls(one, max(many - one, 0.0) / (_PROBE_ROWS - 1))
+
+    @classmethod
+    def of_passes(cls, model_bytes: float, one: float, many: float, tokens: int) -> Self:
+        """From measured passes of a model of this size, over one token and over `tokens`."""
+        scale = _scale(model_bytes)
+        return cls(one / scale, max(many - one, 0.0) / max(tokens - 1, 1) / scale)
+
+    def forward_seconds(self, model_bytes: float, tokens: int) -> float:
+        """One pass of a model over so many tokens."""
+        return _scale(model_bytes) * (self.one + self.per_token * (tokens - 1))
+
+
+def _scale(model_bytes: float) -> float:
+    """Passes of a model in products of the timed matrix."""
+    return _OVERHEAD * model_bytes / (_PROBE_SIZE**2 * 2)
 
 
 def make_plan(
@@ -104,32 +150,11 @@ def make_plan(
     prompt_lengths: Sequence[int],
     turns: Turns,
     clock: Callable[[int], float] | None = None,
+    tokens: int = TOKENS,
 ) -> TunePlan:
-    """An estimate from the sizes of both models and a matrix product timed on this machine.
-
-    It assumes that no draft is accepted, so that a good drafter takes less time.
-    """
-    clock = clock or product_seconds
-    one, many = clock(1), clock(_PROBE_ROWS)
-    slope = max(many - one, 0.0) / (_PROBE_ROWS - 1)
-
-    def forward_seconds(model_bytes: int, tokens: int) -> float:
-        scale = _OVERHEAD * model_bytes / (_PROBE_SIZE**2 * 2)
-        return scale * (one + slope * (tokens - 1))
-
-    def round_seconds(each: RoundRequest, turns: int) -> float:
-        prefill = 2 * forward_seconds(target_bytes, sum(prompt_lengths[n] for n in each.prompts))
-        tokens = each.batch * (each.k + 1)
-        drafting = forward_seconds(target_bytes, tokens)
-        drafting += forward_seconds(drafter_bytes, tokens) if each.k else 0.0
-        bare = forward_seconds(target_bytes, each.batch)
-        # In slices the first step of a turn is not timed.
-        return prefill + turns * ((BARE_STEPS + 1) * bare + (DRAFTING_STEPS + 1) * drafting)
-
-    target_bytes, drafter_bytes = weight_bytes(target), weight_bytes(drafter)
-    widest = max(rounds, key=lambda each: (each.batch, each.k))
-    seconds = SERVERS * _START_SECONDS + round_seconds(widest, turns=1)  # which warms up
-    seconds += sum(round_seconds(each, _turns(each.k)) for each in rounds)
+    """An estimate from the sizes of both models and a matrix product timed on this machine."""
+    times = ProductTimes.measured(clock)
+    sizes = weight_bytes(target), weight_bytes(drafter)
     return TunePlan(
         batch_sizes=sorted({each.batch for each in rounds}),
         draft_counts=sorted({each.k for each in rounds}),
@@ -137,15 +162,44 @@ def make_plan(
         prompts=len(prompt_lengths),
         turns=turns,
         server_starts=SERVERS,
-        minutes=seconds / 60,
+        minutes=measuring_seconds(times, *sizes, rounds, prompt_lengths, tokens) / 60,
+        tokens=tokens,
     )
 
 
-def _turns(k: int) -> int:
+def measuring_seconds(
+    times: ProductTimes,
+    target_bytes: float,
+    drafter_bytes: float,
+    rounds: Sequence[RoundRequest],
+    prompt_lengths: Sequence[int],
+    tokens: int = TOKENS,
+) -> float:
+    """How long the rounds take, with the start of both servers.
+
+    It assumes that no draft is accepted, so that a good drafter takes less time.
+    """
+
+    def round_seconds(each: RoundRequest, turns: int) -> float:
+        prompts = sum(prompt_lengths[number] for number in each.prompts)
+        prefill = 2 * times.forward_seconds(target_bytes, prompts)
+        verified = each.batch * (each.k + 1)
+        drafting = times.forward_seconds(target_bytes, verified)
+        drafting += times.forward_seconds(drafter_bytes, verified) if each.k else 0.0
+        bare = times.forward_seconds(target_bytes, each.batch)
+        # In slices the first step of a turn is not timed.
+        return prefill + turns * ((BARE_STEPS + 1) * bare + (DRAFTING_STEPS + 1) * drafting)
+
+    widest = max(rounds, key=lambda each: (each.batch, each.k))
+    seconds = SERVERS * START_SECONDS + round_seconds(widest, turns=1)  # which warms up
+    return seconds + sum(round_seconds(each, _turns(each.k, tokens)) for each in rounds)
+
+
+def _turns(k: int, tokens: int) -> int:
     """Turns of both servers until every request has its tokens, one in each step that counts."""
     if k == 0:
-        return math.ceil(TOKENS / 2 / (DRAFTING_STEPS + 1))
-    steps = TOKENS * (DRAFTING_IN_A_ROW + 1) / DRAFTING_IN_A_ROW
+        return math.ceil(tokens / 2 / (DRAFTING_STEPS + 1))
+    steps = tokens * (DRAFTING_IN_A_ROW + 1) / DRAFTING_IN_A_ROW
     return math.ceil(steps / (DRAFTING_STEPS + 1))
 
 

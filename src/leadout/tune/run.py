@@ -47,7 +47,15 @@ from leadout.pairing import batched_tokens_for
 from leadout.provenance import Provenance, RunStart, redacted
 from leadout.stats import Interval, Sampled
 from leadout.tune.fit import Accepted, StepLaw, fit_acceptance, fit_prefill, fit_steps
-from leadout.tune.plan import TOKENS, TunePlan, draft_counts, make_plan, make_rounds
+from leadout.tune.plan import (
+    SHORT_TOKENS,
+    TOKENS,
+    TunePlan,
+    draft_counts,
+    make_plan,
+    make_rounds,
+    short_rounds,
+)
 from leadout.tune.settings import TuneError, TuneSettings
 
 # Prompts are read again in every round; longer ones would take more time than decoding.
@@ -74,10 +82,16 @@ class Preparation:
 def plan(settings: TuneSettings) -> TunePlan:
     ready = prepare(settings)
     lengths = list(map(len, ready.prompts))
-    return make_plan(ready.target, ready.drafter, ready.rounds, lengths, ready.turns)
+    tokens = _tokens(settings)
+    return make_plan(ready.target, ready.drafter, ready.rounds, lengths, ready.turns, tokens=tokens)
 
 
-def tune(settings: TuneSettings, progress: Progress, tokens: int = TOKENS) -> Tuned:
+def _tokens(settings: TuneSettings) -> int:
+    """Of each request and K."""
+    return SHORT_TOKENS if settings.short else TOKENS
+
+
+def tune(settings: TuneSettings, progress: Progress) -> Tuned:
     started = RunStart.now()
     ready = prepare(settings)
     subject = Subject(  # before the measurement: files may be replaced while it runs
@@ -87,7 +101,7 @@ def tune(settings: TuneSettings, progress: Progress, tokens: int = TOKENS) -> Tu
         flags=settings.server_flags,
     )
     try:
-        result = measure(ready, settings.server_flags, progress, tokens)
+        result = measure(ready, settings.server_flags, progress, _tokens(settings))
     except KeyboardInterrupt:
         raise StoppedError(
             "stopped by Ctrl-C. A tuning keeps no partial results: run the same command again, or "
@@ -172,12 +186,13 @@ def _prepare(settings: TuneSettings) -> Preparation:
     longest = min(config.model_config.max_model_len, checkpoint.config.max_positions)
     answer = (TOKENS + 2 * DRAFTING_STEPS) * (max_k + 1)
     prompts = _prompts(settings, Chat(target), min(MAX_PROMPT, max(longest - answer, longest // 2)))
+    rounds = make_rounds(settings.max_batch, drafts, len(prompts))
     return Preparation(
         target=target,
         drafter=drafter,
         checkpoint=checkpoint,
         prompts=prompts,
-        rounds=make_rounds(settings.max_batch, drafts, len(prompts)),
+        rounds=short_rounds(rounds) if settings.short else rounds,
         max_length=longest,
         turns=turns,
         bare=bare,

@@ -28,6 +28,12 @@ class TuneSettings(Settings):
     max_batch: int = setting(
         16, "Largest number of concurrent requests to measure.", panel="Measurement", ge=1
     )
+    short: bool = setting(
+        False,
+        "Measure a few batch sizes and K only, with few tokens: costs in minutes, acceptance only "
+        "roughly.",
+        panel="Measurement",
+    )
     turns: Literal["auto", "slices", "waves", "single"] = setting(
         "auto", "How the two servers take turns: a few steps each while the other is stopped, a "
         "round each, or with a single server up at a time. [auto: slices on CPUs and waves on GPUs "

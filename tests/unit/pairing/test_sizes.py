@@ -22,6 +22,7 @@ PUBLISHED = {
     "Gemma-3-1b": (1.0, 1.0),
     "Mixtral-8x7B": (46.7, 12.9),
     "OLMoE-1B-7B": (6.92, 1.2),  # without the embedding
+    "Qwen3-32B": (32.8, 32.8),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen3-235B-A22B": (235, 22),
     "gpt-oss-20b": (20.9, 3.6),
@@ -44,6 +45,7 @@ SHAPES = {
     "Gemma-3-1b": DraftShape(1152, 6912, 4, 1, 256),
     "Mixtral-8x7B": DraftShape(4096, 12288, 32, 8, 128),
     "OLMoE-1B-7B": DraftShape(2048, 6144, 16, 8, 128),
+    "Qwen3-32B": DraftShape(5120, 25600, 64, 8, 128),
     "Qwen3-30B-A3B": DraftShape(2048, 6144, 32, 4, 128),
     "Qwen3-235B-A22B": DraftShape(4096, 12288, 64, 4, 128),
     "gpt-oss-20b": DraftShape(2880, 8640, 64, 8, 64),

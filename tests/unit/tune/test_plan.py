@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from leadout.control.policy import ladder_up_to
-from leadout.tune.plan import batch_sizes, draft_counts, make_plan, make_rounds, product_seconds
+from leadout.tune.plan import (
+    SHORT_TOKENS,
+    ProductTimes,
+    batch_sizes,
+    draft_counts,
+    make_plan,
+    make_rounds,
+    product_seconds,
+    short_rounds,
+)
 
 
 def test_batch_sizes_double_up_to_the_largest() -> None:
@@ -47,6 +56,18 @@ def test_small_batches_are_repeated() -> None:
 def test_few_prompts_are_reused() -> None:
     (wide,) = {tuple(each.prompts) for each in make_rounds(8, [0, 1], prompts=3) if each.batch == 8}
     assert set(wide) == {0, 1, 2}
+
+
+def test_a_short_tuning_has_the_smallest_the_largest_and_some_between() -> None:
+    rounds = short_rounds(make_rounds(16, draft_counts(7, has_graphs=False), prompts=30))
+    assert Counter((each.batch, each.k) for each in rounds) == {
+        (batch, k): 1 for batch in (1, 4, 16) for k in (0, 1, 3, 7)
+    }
+    few = short_rounds(make_rounds(1, [0, 1], prompts=30))
+    assert [(each.batch, each.k) for each in sorted(few, key=lambda each: each.k)] == [
+        (1, 0),
+        (1, 1),
+    ]
 
 
 def slow_machine(rows: int) -> float:
@@ -91,3 +112,23 @@ def test_the_estimate_counts_prefill_drafting_and_all_steps(tmp_path: Path, fold
     # 20 rounds with K = 1: 40 tokens in four of five steps, in turns of 7 steps and 4 bare ones.
     step = 1.6 * 0.5 * 1.01
     assert 60 * steps_only > 20 * 8 * (7 + 4) * step
+
+
+def test_a_short_tuning_takes_less(folder: Path) -> None:
+    rounds = make_rounds(4, [0, 1, 3], 30)
+    lengths = [50] * 30
+    usual = make_plan(folder, folder, rounds, lengths, "slices", slow_machine)
+    short = make_plan(
+        folder, folder, short_rounds(rounds), lengths, "slices", slow_machine, SHORT_TOKENS
+    )
+    assert short.minutes < usual.minutes / 3
+    assert "16 tokens each" in short.text()
+    assert "40 tokens each" in usual.text()
+
+
+def test_passes_that_were_measured_are_estimated_as_measured() -> None:
+    times = ProductTimes.of_passes(10e6, one=0.1, many=0.4, tokens=16)
+    assert times.forward_seconds(10e6, 1) == pytest.approx(0.1)
+    assert times.forward_seconds(10e6, 16) == pytest.approx(0.4)
+    assert times.forward_seconds(20e6, 16) == pytest.approx(0.8)
+    assert ProductTimes.of_passes(10e6, 0.1, 0.05, 1).per_token == 0

@@ -45,6 +45,15 @@ def test_the_plan_counts_the_rounds(target: str, drafter: str) -> None:
     assert (plan["turns"], plan["server_starts"]) == ("single", 2)
 
 
+def test_a_short_tuning_has_fewer_rounds(target: str, drafter: str) -> None:
+    words = ["tune", target, drafter, "--plan", "--json", "--short", *FLAGS, "--turns", "single"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    plan = json.loads(ended.stdout)
+    assert (plan["batch_sizes"], plan["draft_counts"]) == ([1, 4, 16], [0, 1, 2, 4])
+    assert (plan["rounds"], plan["tokens"]) == (12, 16)
+
+
 def test_both_servers_get_the_flags_and_record(target: str, drafter: str) -> None:
     ready = run.prepare(
         TuneSettings(target=target, drafter=drafter, max_batch=6, server_flags=FLAGS)
