@@ -17,6 +17,8 @@ from leadout.engine.settings import ServeSettings
 from support.ops_files import scraped_metrics
 from support.shared import QUICK_DRAFTER, first_turns
 
+BY_REQUEST = "leadout:request_acceptance_length"
+
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -58,7 +60,10 @@ def test_live_control_is_seen_and_steered_from_outside(server: Server) -> None:
     prompts = first_turns("gsm8k", 4)
     assert "leadout:draft_length" not in metrics(server)
     off = complete(server, prompts, vllm_xargs={"leadout_draft": "off"})
-    assert metrics(server)["vllm:spec_decode_num_draft_tokens_total"] == 0
+    time.sleep(1.1)  # the engine writes its numbers once a second
+    before = metrics(server)
+    assert before["vllm:spec_decode_num_draft_tokens_total"] == 0
+    assert before[f"{BY_REQUEST}_count"] == 0  # without drafts a request has no acceptance
     free = complete(server, prompts)
     assert complete(server, prompts, vllm_xargs={"leadout_draft": "what"}) == free
     assert off == free  # float32: no near-ties that another batch would flip
@@ -66,6 +71,8 @@ def test_live_control_is_seen_and_steered_from_outside(server: Server) -> None:
     complete(server, prompts[:1])
     shown = metrics(server)
     assert shown["vllm:spec_decode_num_draft_tokens_total"] > 0
+    assert 0 < shown[f"{BY_REQUEST}_count"] <= 2 * len(prompts) + 1
+    assert shown[f"{BY_REQUEST}_sum"] >= shown[f"{BY_REQUEST}_count"]
     assert 0 < shown["leadout:draft_length"] <= 3
     assert 0 <= shown["leadout:skipped_drafts"] <= 1
     assert shown["leadout:estimated_gain"] >= 1

@@ -10,7 +10,7 @@ Inside vLLM's processes
 - `capture`, `capture_store`: keep the token ids of finished requests
 - `rollout`, `hot_swap`, `staging`: follow a registry and replace the drafter of a running server
 - `admin`: HTTP endpoints for swaps and status
-- `metrics`: Prometheus metrics of drafting
+- `metrics`, `request_metrics`: Prometheus metrics of drafting, over all traffic and by request
 - `counters`: sums over the last minute, carried from the engine process to the API process
 
 Starting a server

@@ -6,6 +6,7 @@ LEADOUT_PLUGIN=0. It shows
 
 - `leadout:acceptance_length` and `leadout:acceptance_rate{position}` over the last minute, computed
   at each scrape and absent if that minute had no drafts,
+- with Leadout's scheduler, the histogram `leadout:request_acceptance_length` of finished requests,
 - with live control, its gauges over the last minute (`LIVE_GAUGES`),
 - with capture, or with learning from served states, its counters since the start of the server.
 
@@ -30,7 +31,12 @@ from typing import Any, Self
 
 import vllm
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from vllm.platforms import current_platform
 
 from leadout.engine.capture import CaptureCounters
@@ -38,6 +44,7 @@ from leadout.engine.counters import WINDOW_SECONDS, SlidingWindow, read_small, s
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveMetrics, live_metrics_file, read_live_metrics
 from leadout.engine.plugin import SWITCH
+from leadout.engine.request_metrics import MIN_STEPS, RequestAcceptance, request_acceptance_file
 from leadout.engine.served_texts import StatesCounters, TextCounters
 from leadout.engine.settings import CAPTURE, LEARN, LEARN_STATES, SCHEDULER, sections_of
 from leadout.engine.vllm_adapter import (
@@ -163,6 +170,23 @@ def acceptance_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
         GaugeMetricFamily("leadout:acceptance_length", length, labels=LABELS),
         GaugeMetricFamily("leadout:acceptance_rate", rate, labels=(*LABELS, "position")),
     )
+
+
+def request_family() -> HistogramMetricFamily:
+    text = (
+        "Tokens per target step of finished requests, including the bonus token, over steps that "
+        f"verified drafts; requests with at least {MIN_STEPS} such steps."
+    )
+    return HistogramMetricFamily("leadout:request_acceptance_length", text, labels=LABELS)
+
+
+def add_request_acceptance(
+    family: HistogramMetricFamily, labels: Sequence[str], path: Path
+) -> None:
+    """Add the histogram of one engine, if Leadout's scheduler counts its requests."""
+    found = read_small(path, RequestAcceptance)
+    if found is not None:
+        family.add_metric(labels, found.cumulative(), sum_value=found.total)
 
 
 LIVE_GAUGES: dict[str, tuple[str, Callable[[LiveMetrics], float | None]]] = {
@@ -296,6 +320,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
         """The names, which the registry cannot learn from a scrape without drafts."""
         return [
             *acceptance_families(),
+            request_family(),
             *live_families(),
             *capture_families(),
             *learn_families(),
@@ -347,6 +372,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
     def _metrics(self) -> list[Metric]:
         now = monotonic()
         length, rate = acceptance_families()
+        requests = request_family()
         live, capture, learn = live_families(), capture_families(), learn_families()
         with self._lock:
             for engine, window in self._windows.items():
@@ -358,6 +384,9 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
                     rate.add_metric([*labels, str(position)], fraction)
             for engine in self._engines:
                 labels = [self._model_name, str(engine)]
+                add_request_acceptance(
+                    requests, labels, request_acceptance_file(self._instance, engine)
+                )
                 add_live_metrics(live, labels, live_metrics_file(self._instance, engine))
                 add_capture_counters(capture, labels, small_file(CAPTURE, self._instance, engine))
                 add_learn_counters(
@@ -366,7 +395,7 @@ class AcceptanceWatch(AggregateStatLoggerBase):  # type: ignore[misc]
                     small_file(LEARN, self._instance, engine),
                     small_file(LEARN_STATES, self._instance, engine),
                 )
-        optional = (*live, *capture, *learn)
+        optional = (requests, *live, *capture, *learn)
         return [length, rate, *(family for family in optional if family.samples)]
 
 

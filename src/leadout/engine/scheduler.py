@@ -2,8 +2,8 @@
 
 vLLM calls `make_scheduler` (`scheduler_cls`) where it would construct its own scheduler. The class
 is put together from what the server's settings ask for: capture, registry, live control, the
-records of `leadout tune`, and workarounds for faults of vLLM, most of them on CPUs. Without any of
-them it is vLLM's own class.
+records of `leadout tune`; with a DFlash drafter, acceptance by request; and workarounds for faults
+of vLLM, most of them on CPUs. Without any of them it is vLLM's own class.
 An error in live control costs one log line; from then on the scheduler does what vLLM's does.
 
 When scheduling runs ahead of the model (`async_scheduling`), and always under the V2 runner, the
@@ -29,6 +29,7 @@ from leadout.engine.fail_safe import FailSafe
 from leadout.engine.live import LiveControl, Step, StepReport, live_metrics_file
 from leadout.engine.plugin import SWITCH
 from leadout.engine.process_folders import note_shared_memory, private_folder
+from leadout.engine.request_metrics import RequestMetricsMixin
 from leadout.engine.served_requests import RolloutMixin
 from leadout.engine.served_texts import LearnMixin
 from leadout.engine.settings import (
@@ -49,6 +50,7 @@ from leadout.engine.vllm_adapter import (
     LABEL_WORKAROUND,
     LEARNING,
     LIVE_CONTROL,
+    REQUEST_METRICS,
     ROLLOUT,
     SAMPLING_WORKAROUND,
     SEED_WORKAROUND,
@@ -72,8 +74,13 @@ def make_scheduler(vllm_config: Any, **settings: Any) -> Any:
     with suppress(OSError):  # without the note, the memory stays if this engine is killed
         note_shared_memory(private_folder() / vllm_config.instance_id)
     kind = _scheduler_class(vllm_config)
+    added: list[type[Any]] = []
     if _is_on() and current_platform.is_cpu() and is_usable(SEED_WORKAROUND):
-        kind = type(kind.__name__, (CpuSeedWorkaround, kind), {"__module__": __name__})
+        added.append(CpuSeedWorkaround)
+    if _is_on() and is_dflash(vllm_config) and is_usable(REQUEST_METRICS):
+        added.append(RequestMetricsMixin)
+    if added:
+        kind = type(kind.__name__, (*added, kind), {"__module__": __name__})
     return kind(vllm_config=vllm_config, **settings)
 
 

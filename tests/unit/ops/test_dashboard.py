@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leadout.engine.metrics import LIVE_GAUGES
+from leadout.engine.metrics import LIVE_GAUGES, acceptance_families, request_family
 from support.ops_files import dashboard, dashboard_queries
 
 
@@ -38,5 +38,6 @@ def test_every_panel_asks_something_of_the_chosen_source(panels: list[dict[str, 
 
 def test_every_gauge_of_ours_is_shown() -> None:
     queries = " ".join(dashboard_queries())
-    for name in ("leadout:acceptance_length", "leadout:acceptance_rate", *LIVE_GAUGES):
+    others = (*acceptance_families(), request_family())
+    for name in (*(family.name for family in others), *LIVE_GAUGES):
         assert name in queries
