@@ -1,4 +1,7 @@
-"""Whether a drafter fits a target and the settings of a server, and which one would."""
+"""Whether a drafter fits a target and the settings of a server, and which one would.
+
+`decode_costs` estimates whether drafting pays, for a device of `devices`.
+"""
 
 from leadout.pairing.rules import RULES, EngineSettings, Pair, Rule, batched_tokens_for, examine
 from leadout.pairing.sizes import DraftShape, TargetSizes, read_sizes, shape_for
