@@ -1,12 +1,13 @@
-"""Writes the lock files of this folder, and a software bill of materials (SBOM) for each.
+"""Writes constraints.txt, the lock files of this folder, and a bill of materials (SBOM) for each.
 
     UV_FIND_LINKS=https://download.pytorch.org/whl/cpu/torch/ python ops/lock/make_locks.py
 
-`NAME.txt` has every package of an image with its version and the hashes of its files, for `pip
-install --no-deps --require-hashes`; `NAME.cdx.json` is the same set in CycloneDX's format, with who
-needs whom. Versions that are locked already are kept while pyproject.toml allows them; `--upgrade`
-takes the newest. Needs `pip install uv` and the development extra. The CPU build of torch is not on
-PyPI, so uv's own variable says where it is.
+constraints.txt has the versions with which CI runs, for `pip install --constraint`; the locks have
+the same. `NAME.txt` has every package of an image with its version and the hashes of its files,
+for `pip install --no-deps --require-hashes`; `NAME.cdx.json` is the same set in CycloneDX's format,
+with who needs whom. Versions that are locked already are kept while pyproject.toml allows them;
+`--upgrade` takes the newest. Needs `pip install uv` and the development extra. The CPU build of
+torch is not on PyPI, so uv's own variable says where it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from packageurl import PackageURL
 
 FOLDER = Path(__file__).parent
 PROJECT = FOLDER.parents[1] / "pyproject.toml"
+CONSTRAINTS = PROJECT.with_name("constraints.txt")
 LOCK_HASH = "leadout:lock:sha256"
 _PIN = re.compile(r"([a-z0-9-]+)==(\S+) \\")
 _NEEDED_BY = re.compile(r"    #(?: via|  ) +([a-z0-9-]+)")
@@ -60,6 +62,12 @@ LOCKS = (
 )
 
 
+# What .ci/environment installs.
+CI = Lock("ci", ("bench", "cpu", "data", "dev", "docs", "s3"), python="3.11", without=CUDA_ONLY)
+# The two builds of vLLM require different versions of these.
+ENGINE_CHOOSES = ("apache-tvm-ffi", "setuptools", "triton")
+
+
 @dataclass(frozen=True)
 class Pin:
     name: str
@@ -80,20 +88,45 @@ def read_lock(path: Path) -> list[Pin]:
     return pins
 
 
-def write_lock(lock: Lock, upgrade: bool) -> None:
+def read_constraints() -> dict[str, str]:
+    """Versions by name."""
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))
+
+
+def compile_lock(lock: Lock, path: Path, *options: str) -> str:
+    """What uv resolves for a lock; versions that `path` has already are kept."""
     build = tomllib.loads(PROJECT.read_text())["build-system"]["requires"]
-    command = ["uv", "pip", "compile", "--quiet", "--no-header", "--generate-hashes"]
+    command = ["uv", "pip", "compile", "--quiet", "--no-header", *options]
     command += ["--python-version", lock.python, "--python-platform", lock.platform]
     command += [word for name in lock.extras for word in ("--extra", name)]
     command += [word for name in lock.without for word in ("--no-emit-package", name)]
-    command += ["--upgrade"] if upgrade else []
-    command += ["--output-file", str(lock.path), str(PROJECT), "-"]
+    command += ["--output-file", str(path), str(PROJECT), "-"]
     subprocess.run(command, input="\n".join(build), text=True, check=True, cwd=PROJECT.parent)
+    return path.read_text().replace(f"{PROJECT.parent}/", "")
+
+
+def write_constraints(upgrade: bool) -> None:
+    found = compile_lock(CI, CONSTRAINTS, "--no-annotate", *(["--upgrade"] if upgrade else []))
+    pins = re.findall(r"^([a-z0-9-]+)==([^+\s]+)", found, re.MULTILINE)  # torch without "+cpu"
+    head = (
+        f"# Versions with which CI runs (Python {CI.python}, vLLM for CPUs):\n"
+        "#     pip install '.[cpu]' --constraint constraints.txt\n"
+        "# Written by ops/lock/make_locks.py.\n"
+    )
+    lines = [f"{name}=={version}\n" for name, version in pins if name not in ENGINE_CHOOSES]
+    CONSTRAINTS.write_text(head + "".join(lines))
+
+
+def write_lock(lock: Lock, upgrade: bool) -> None:
+    options = ["--generate-hashes", "--constraint", str(CONSTRAINTS)]
+    text = compile_lock(lock, lock.path, *options, *(["--upgrade"] if upgrade else []))
+    # "-c constraints.txt" would stand under almost every package.
+    text = re.sub(rf"    #(?: via|  ) -c {CONSTRAINTS.name}\n", "", text)
+    text = re.sub(r"# via\n    #   (.+)\n(?!    #)", r"# via \1\n", text)
     head = (
         f"# Python {lock.python} on {lock.platform}, with the extras {', '.join(lock.extras)}.\n"
         "# Written by ops/lock/make_locks.py; install with --no-deps --require-hashes.\n"
     )
-    text = lock.path.read_text().replace(f"{PROJECT.parent}/", "")
     lock.path.write_text(head + text.removeprefix(head))
 
 
@@ -131,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     upgrade = parser.parse_args().upgrade
+    write_constraints(upgrade)
     for lock in LOCKS:
         write_lock(lock, upgrade)
         write_sbom(lock)

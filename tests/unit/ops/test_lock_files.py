@@ -1,13 +1,17 @@
-"""Lock files fit pyproject.toml, and their bills of materials name the same packages."""
+"""Constraints and lock files fit pyproject.toml and CI, and bills of materials fit the locks."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import sys
+import sysconfig
 import tomllib
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from support.models import ROOT
 from support.ops_files import OPS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+REMEDY = "run ops/lock/make_locks.py"
 
 
 def _script() -> Any:
@@ -37,13 +42,18 @@ locks: Any = _script()
 LOCKS = pytest.mark.parametrize("lock", locks.LOCKS, ids=lambda lock: lock.name)
 
 
-def not_locked(lock: Any, requirements: list[str]) -> list[str]:
-    """Requirements that no pin of a lock satisfies."""
-    versions = {pin.name: pin.version for pin in locks.read_lock(lock.path)}
+def required(lock: Any) -> list[str]:
+    project = PROJECT["project"]
+    extras = [each for name in lock.extras for each in project["optional-dependencies"][name]]
+    return [*project["dependencies"], *PROJECT["build-system"]["requires"], *extras]
+
+
+def not_locked(versions: Mapping[str, str], requirements: list[str], python: str) -> list[str]:
+    """Requirements that no pinned version satisfies."""
     missing = []
     for text in requirements:
         wanted = Requirement(text)
-        environment = {"python_version": lock.python, "platform_machine": "x86_64"}
+        environment = {"python_version": python, "platform_machine": "x86_64"}
         if wanted.marker is not None and not wanted.marker.evaluate(environment):
             continue
         version = versions.get(canonicalize_name(wanted.name))
@@ -52,14 +62,62 @@ def not_locked(lock: Any, requirements: list[str]) -> list[str]:
     return missing
 
 
+def differences(versions: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Packages of which both have a version, and not the same; "+cpu" is no difference."""
+    return [
+        f"{name}: {versions[name]} and {others[name]}"
+        for name in sorted(versions.keys() & others.keys())
+        if versions[name].partition("+")[0] != others[name].partition("+")[0]
+    ]
+
+
 @LOCKS
 def test_the_lock_satisfies_what_the_project_requires(lock: Any) -> None:
-    project = PROJECT["project"]
-    wanted = [*project["dependencies"], *PROJECT["build-system"]["requires"]]
-    wanted += [each for extra in lock.extras for each in project["optional-dependencies"][extra]]
-    remedy = "run ops/lock/make_locks.py"
-    assert not_locked(lock, wanted) == [], remedy
-    assert not_locked(lock, ["leadout-nothing", "torch>=99"]) == ["leadout-nothing", "torch>=99"]
+    versions = {pin.name: pin.version for pin in locks.read_lock(lock.path)}
+    assert not_locked(versions, required(lock), lock.python) == [], REMEDY
+    absent = ["leadout-nothing", "torch>=99"]
+    assert not_locked(versions, absent, lock.python) == absent
+
+
+def test_the_constraints_satisfy_what_the_project_requires() -> None:
+    versions = locks.read_constraints()
+    assert not_locked(versions, required(locks.CI), locks.CI.python) == [], REMEDY
+    lines = [line for line in locks.CONSTRAINTS.read_text().splitlines() if line[0] != "#"]
+    assert len(lines) == len(versions) > 100
+
+
+@LOCKS
+def test_locks_have_the_versions_of_the_constraints(lock: Any) -> None:
+    pinned = {pin.name: pin.version for pin in locks.read_lock(lock.path)}
+    constraints = locks.read_constraints()
+    assert differences(constraints, pinned) == [], REMEDY
+    if lock.name == "cpu":
+        assert pinned.keys() <= constraints.keys() | set(locks.ENGINE_CHOOSES)
+    assert not constraints.keys() & set(locks.ENGINE_CHOOSES)
+    assert differences({"torch": "2.13.0", "a": "1"}, {"torch": "2.13.0+cpu", "a": "1.1"}) == [
+        "a: 1 and 1.1"
+    ]
+
+
+def test_ci_installs_with_the_constraints() -> None:
+    recipe = (ROOT / ".ci" / "environment").read_text()
+    (options,) = re.findall(r'^pip="python -m pip install (.*)"$', recipe, re.MULTILINE)
+    assert "--constraint constraints.txt" in options
+    (extras,) = re.findall(r'"\.\[(.*)\]"', recipe)
+    assert tuple(extras.split(",")) == locks.CI.extras
+    (key,) = re.findall(r"^key=.*$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert "constraints.txt" in key, "other constraints must give another environment"
+
+
+@pytest.mark.skipif("LEADOUT_CI" not in os.environ, reason="a developer may have other versions")
+def test_the_environment_of_ci_has_the_versions_of_the_constraints() -> None:
+    # Of the environment only: setuptools may have added its own copies of packages to sys.path.
+    folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    found = metadata.distributions(path=folders)
+    installed = {canonicalize_name(each.name): each.version for each in found}
+    constraints = locks.read_constraints()
+    assert differences(constraints, installed) == []
+    assert constraints.keys() <= installed.keys()
 
 
 @LOCKS
