@@ -135,6 +135,55 @@ def drift(result: dict[str, Any]) -> str:
     )
 
 
+def learn_picture(result: dict[str, Any]) -> str:
+    """Tokens per second of a server before, during and after a learner's work."""
+    speeds, swapped = result["tokens_per_second"], result["swapped"]
+    learning = (result["learner_started"], result["learner_ended"])
+    phases = {"before": (0.0, learning[0]), "after": (learning[1], result["seconds"])}
+
+    def draw(axes: Any) -> None:
+        minutes = [each["second"] / 60 for each in result["slices"]]
+        values = [each["speed"] for each in result["slices"]]
+        highest = 1.3 * max(values)
+        axes.axvspan(*(at / 60 for at in learning), color="#5b6675", alpha=0.12, linewidth=0)
+        axes.axvline(swapped / 60, color="#be185d", linewidth=1.4)
+        axes.plot(minutes, values, color="#2563eb", linewidth=1.6)
+        for phase, span in phases.items():
+            low, value, high = (speeds[phase][each] for each in ("low", "value", "high"))
+            axes.plot([at / 60 for at in span], [value, value], color="#d97706", linewidth=1.6)
+            text = f"{value:.0f} ({low:.0f} to {high:.0f})"
+            axes.text(sum(span) / 120, value + 0.04 * highest, text, ha="center", fontsize=8)
+        top = 0.96 * highest
+        beside = 0.006 * result["seconds"] / 60
+        axes.text(
+            learning[0] / 60 + beside,
+            top,
+            "leadout learn on the same two cores",
+            va="top",
+            fontsize=8,
+        )
+        axes.text(
+            swapped / 60,
+            0.88 * highest,
+            "drafter swapped ",
+            ha="right",
+            va="top",
+            fontsize=8,
+        )
+        axes.set(xlabel="minutes", ylabel="tokens per second", ylim=(0, highest))
+        axes.set_xlim(0, result["seconds"] / 60)
+        axes.grid(axis="y")
+
+    ratio = result["ratio"]
+    numbers = [
+        *(f"{phase}: {Point('mean', **speeds[phase])}" for phase in phases),
+        str(Point("after over before", ratio["value"], ratio["low"], ratio["high"])),
+        *(f"{each['second']:.0f} s: {each['speed']:.1f}" for each in result["slices"]),
+    ]
+    title = f"Output tokens per second of one server, {result['clients']} requests at a time"
+    return picture([Chart(title, 3.0, numbers, [], draw)])
+
+
 def _drawn(draw: Callable[[dict[str, Any]], str], name: str) -> str:
     return draw(json.loads((RESULTS / name).read_text()))
 
@@ -149,6 +198,10 @@ FILES: dict[str, Callable[[], str]] = {
     "results/live/smollm2.svg": partial(_drawn, live, "live/smollm2.json"),
     "results/learn/smollm2.svg": partial(_drawn, learn, "learn/smollm2.json"),
 }
+
+
+if (RESULTS / "learn" / "picture.json").exists():
+    FILES["results/learn/picture.svg"] = partial(_drawn, learn_picture, "learn/picture.json")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import evidence_tables
 import gpu_tables
 import learn_tables
 import quickstart_output
@@ -17,12 +18,15 @@ import reliability_tables
 import result_tables
 import scale_tables
 import train_tables
+import worth_tables
 from result_tables import ROOT
 
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "evidence": evidence_tables.evidence,
+    "learn-picture": evidence_tables.learn_picture,
     "step-costs": result_tables.step_costs,
     "break-even": result_tables.break_even,
     "tuned-table": result_tables.tuned_table,
@@ -41,6 +45,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "training": result_tables.training,
     "ablations": train_tables.ablations,
     "first-weights": train_tables.first_weights,
+    "expected-lengths": train_tables.expected_lengths,
     "against-speculators": train_tables.against_speculators,
     "against-speculators-one-seed": train_tables.against_speculators_one_seed,
     "control": result_tables.control,
@@ -65,6 +70,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "training-sizes": scale_tables.training_sizes,
     "training-layouts": scale_tables.training_layouts,
     "fleet": scale_tables.fleet,
+    "worth-devices": worth_tables.devices,
+    "worth-targets": worth_tables.targets,
+    "worth-acceptance": worth_tables.acceptance,
+    "worth-break-even": worth_tables.break_even,
+    "worth-speed-up": worth_tables.speed_up,
+    "worth-measured": worth_tables.measured,
     "gpu-plain": gpu_tables.plain,
     "gpu-differences": gpu_tables.differences,
     "gpu-gaps": gpu_tables.gaps,

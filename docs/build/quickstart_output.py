@@ -27,6 +27,7 @@ leadout bench smollm2 --draft {DRAFTER} --tuned tuned.json \\
     --rounds 6 --seconds 2 --output-tokens 64 --out bench"""
 SERVE = f"leadout serve smollm2 --draft {DRAFTER} --tuned tuned.json"
 FLAGS = "--enforce-eager --max-model-len 2048 --port 8000"
+GAUGES = "leadout:acceptance"
 ASK = """\
 curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
     "model": "smollm2", "temperature": 0, "max_tokens": 96,
@@ -68,7 +69,7 @@ def serve() -> str:
         (f"{SERVE} \\\n    {FLAGS} > server.log 2>&1 &", ""),
         ("until curl -sf localhost:8000/health; do sleep 1; done", ""),
         (ASK, shown),
-        ("curl -s localhost:8000/metrics | grep ^leadout:", (RESULTS / "metrics.txt").read_text()),
+        (f"curl -s localhost:8000/metrics | grep ^{GAUGES}", (RESULTS / "metrics.txt").read_text()),
         ("kill %1", ""),
     ]
     return "```console\n" + "".join(f"$ {command}\n{printed}" for command, printed in steps) + "```"

@@ -17,7 +17,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from quickstart_output import ASK, BENCH, CHECK, FLAGS, RESULTS, SERVE, TUNE
+from quickstart_output import ASK, BENCH, CHECK, FLAGS, GAUGES, RESULTS, SERVE, TUNE
 from result_tables import ROOT
 
 from leadout.engine.server import Server
@@ -70,7 +70,7 @@ def serve(folder: Path) -> None:
         (RESULTS / "answer.json").write_text(json.dumps(kept, indent=2) + "\n")
         with urllib.request.urlopen(f"{server.url}/metrics") as response:
             lines = response.read().decode().splitlines(keepends=True)
-    gauges = [line for line in lines if line.startswith("leadout:")]
+    gauges = [line for line in lines if line.startswith(GAUGES)]
     (RESULTS / "metrics.txt").write_text("".join(gauges))
 
 

@@ -1,0 +1,202 @@
+"""The README's table of evidence: the strongest results, with their counts and files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from result_tables import ROOT, result, table
+
+from leadout.models import fingerprint
+
+SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
+PICTURE = "learn/picture.json"
+MIN_REPAIRED = 0.99  # of the healthy acceptance
+
+
+def evidence() -> str:
+    """One row for each fact: what, the number with its interval, of how many, and the file."""
+    rows = [
+        *_silent_faults(),
+        *_check(),
+        *_speed(),
+        *_useless(),
+        *_learning(),
+        *_kills(),
+        *_lossless(),
+    ]
+    made = table(("what", "measured", "n", "file"), rows)
+    if any(str(row[1]).endswith("*") for row in rows):
+        made += "\n\n\\* With [an earlier drafter]({root}docs/results.md) for the same model."
+    return made
+
+
+def learn_picture() -> str:
+    """Speed of a server while its drafter is replaced; nothing until it was measured."""
+    if not (ROOT / "results" / PICTURE).exists():
+        return ""
+    found = result(PICTURE)
+    before, after = (_interval(found["tokens_per_second"][when]) for when in ("before", "after"))
+    image = PICTURE.replace(".json", ".svg")
+    return (
+        f"![Tokens per second before, during and after learning]({{root}}results/{image})\n\n"
+        f"One server answers {found['clients']} requests at a time, of a kind that its drafter "
+        f"has never seen. `leadout learn` trains on {found['learnt_from_requests']} of them for "
+        f"{found['training_seconds'] / 60:.0f} minutes, on the same two cores, and the server "
+        "swaps the new version in without a restart. Tokens per second on held-out requests: "
+        f"{before} before, {after} after, {_interval(found['ratio'])} times as many. Failed "
+        f"requests: {found['failed_requests']} of {found['requests']:,} "
+        f"([result]({{root}}results/{PICTURE}))."
+    )
+
+
+def _row(what: str, measured: str, n: str, name: str, *, shipped: bool = True) -> tuple[str, ...]:
+    """`shipped`: the result is one of the shipped drafter, and marked where it is not yet."""
+    mark = "" if not shipped or _is_of_shipped(name) else "\\*"
+    return what, measured + mark, n, f"[{name.partition('/')[0]}]({{root}}results/{name})"
+
+
+def _is_of_shipped(name: str) -> bool:
+    models = result(name)["provenance"].get("models") or {}
+    return bool(models.get("drafter") == fingerprint(SHIPPED))
+
+
+def _silent_faults() -> list[tuple[str, ...]]:
+    rows = result("faults/tiny.json")["faults"]
+    stock = sum(row["stock"] == "serves, no error" for row in rows)
+    ours = sum(row["leadout"].startswith("serves; ") for row in rows)
+    return [
+        _row(
+            "wrong pairs that start without a word: stock vLLM, with Leadout installed",
+            f"**{stock}**, {ours}",
+            f"{len(rows)} seeded faults",
+            "faults/tiny.json",
+            shipped=False,
+        )
+    ]
+
+
+def _check() -> list[tuple[str, ...]]:
+    found = result("check/faults.json")
+    summary, whole = found["summary"], found["healthy_acceptance"]
+    repaired = [each["repaired"] / whole for each in found["faults"] if each["repaired"]]
+    good = sum(share >= MIN_REPAIRED for share in repaired)
+    name = "check/faults.json"
+    return [
+        _row(
+            "faults that cost 2% of acceptance or more, found by `leadout check`",
+            f"**{summary['of_these_found']}**",
+            f"{summary['faults_that_cost_2_percent']} faults",
+            name,
+        ),
+        _row(
+            f"repaired by `--fix`, to at least {MIN_REPAIRED:.0%} of the healthy acceptance",
+            f"**{good}**",
+            f"{len(repaired)} that an edit can undo",
+            name,
+        ),
+        _row(
+            "healthy drafters reported as faulty",
+            f"**{summary['false_alarms']}**",
+            f"{summary['healthy']} variants",
+            name,
+        ),
+    ]
+
+
+def _speed() -> list[tuple[str, ...]]:
+    bench = result("bench/smollm2.json")
+    mean = next(
+        each
+        for each in bench["geometric_means"]
+        if each["arm"] == "tuned" and each["concurrency"] == 1
+    )
+    settings = bench["settings"]
+    return [
+        _row(
+            "speed over bare vLLM, one request at a time",
+            f"**{_interval(mean, 'speedup')}**",
+            f"{len(settings['prompts'])} prompt sets, {settings['rounds']} rounds",
+            "bench/smollm2.json",
+        )
+    ]
+
+
+def _useless() -> list[tuple[str, ...]]:
+    cells = result("live/useless.json")["cells"]
+    worst = min(cells, key=lambda cell: cell["ratio"])
+    return [
+        _row(
+            "speed of `--live` with a useless drafter over bare vLLM, in the worst load",
+            f"**{_interval(worst, 'ratio')}**",
+            f"{len(cells)} loads",
+            "live/useless.json",
+            shipped=False,
+        )
+    ]
+
+
+def _learning() -> list[tuple[str, ...]]:
+    found = result("learn/smollm2.json")
+    sets = found["sets"]
+    traffic = sets["tickets"]
+    base = {name: sets[name] for name in ("gsm8k", "humaneval", "mt_bench")}
+    worst = min(base, key=lambda name: base[name]["change"]["value"])
+    name = "learn/smollm2.json"
+    return [
+        _row(
+            "acceptance length on new traffic, before and after "
+            f"{found['training_minutes']:.0f} minutes of training by `leadout learn`",
+            f"{traffic['before']['value']:.2f}, **{_interval(traffic['after'])}**",
+            f"{traffic['prompts']} held-out requests",
+            name,
+        ),
+        _row(
+            f"its change on the base set that lost most ({worst})",
+            _change(base[worst]["change"]),
+            f"{base[worst]['prompts']} requests",
+            name,
+        ),
+    ]
+
+
+def _kills() -> list[tuple[str, ...]]:
+    classes = result("reliability/faults.json")["classes"]
+    kills = [each for each in classes if each["result"].startswith("kills_")]
+    return [
+        _row(
+            "requests, samples or versions lost when servers, learners and writers are killed",
+            f"**{sum(each['lost'] for each in kills)}**",
+            f"{sum(each['cases'] for each in kills):,} kills",
+            "reliability/faults.json",
+            shipped=False,
+        ),
+        _row(
+            "the same under all kinds of faults: damaged files, full disks, failing storage ...",
+            f"**{sum(each['lost'] for each in classes)}**",
+            f"{sum(each['cases'] for each in classes):,} cases of {len(classes)} kinds",
+            "reliability/faults.json",
+            shipped=False,
+        ),
+    ]
+
+
+def _lossless() -> list[tuple[str, ...]]:
+    arms = result("lossless/smollm2.json")["arms"]
+    changed = sum(arm["prompts"] - arm["equal_texts"] for arm in arms)
+    return [
+        _row(
+            "greedy answers that drafts change, in float32",
+            f"**{changed}**",
+            f"{sum(arm['prompts'] for arm in arms)} answers",
+            "lossless/smollm2.json",
+            shipped=False,
+        )
+    ]
+
+
+def _interval(found: Any, value: str = "value") -> str:
+    return f"{found[value]:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def _change(found: Any) -> str:
+    return f"{found['value']:+.1%} ({found['low']:+.1%} to {found['high']:+.1%})"
