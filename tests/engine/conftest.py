@@ -21,6 +21,7 @@ FIRST = (
     "test_any_target",
     "test_chaos",
     "test_quickstart",
+    "test_make",
     "test_selftest",
     "test_serve",
     "test_bench",

@@ -1,11 +1,14 @@
-"""The quickstart's commands run as the page shows them, on the real model, with less to measure."""
+"""The quickstart's commands run as the page shows them, on the real model, with less to measure.
+
+They run in an environment that has Leadout from the wheel, with the extras of the page and without
+a way to the tree.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +18,14 @@ import pytest
 from leadout.bench.results import BenchResult
 from leadout.engine.server import free_port
 from leadout.errors import SUCCESS, UNDECIDED
+from support.distribution import Installed, build_distributions, install_wheel
 from support.models import ROOT
 
 PAGE = ROOT / "docs" / "quickstart.md"
 MOST_SECONDS = 6600  # with --nightly the engine starts seven times, also on a busy machine
 pytestmark = pytest.mark.timeout(MOST_SECONDS + 900)
-# Not run here: the environment of these tests is made by the same commands (.ci/environment), and
-# the model is made once for all tests, by the same script.
+# Not run here: `installed` stands for the first three, and the model is made once for all tests, by
+# the same script.
 DONE_BEFORE = ("python3 -m venv", "pip install", "pip uninstall", "python examples/make_smollm2.py")
 # What takes minutes is given less to do: words of a command, and what stands in their place.
 SHORTENED = {
@@ -100,6 +104,12 @@ def as_run_here(step: Step, port: int, shortened: Mapping[str, tuple[str, str]])
     return command.replace("8000", str(port))
 
 
+def extras_of(page: str) -> list[str]:
+    """The extras with which a reader installs Leadout."""
+    (line,) = re.findall(r"^\$ pip install '(?:\.|leadout)\[([a-z0-9,]+)\]'", page, re.MULTILINE)
+    return str(line).split(",")
+
+
 @dataclass(frozen=True)
 class Run:
     folder: Path
@@ -111,7 +121,16 @@ STEPS = [s for s in steps_of(PAGE.read_text()) if not s.command.startswith(DONE_
 
 
 @pytest.fixture(scope="module")
-def run(smollm2: Path, nightly: bool, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("installed")
+    wheel = build_distributions(folder / "dist").wheel
+    return install_wheel(wheel, folder / "venv", extras_of(PAGE.read_text()))
+
+
+@pytest.fixture(scope="module")
+def run(
+    installed: Installed, smollm2: Path, nightly: bool, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """All commands in one shell, one after the other, as a reader types them."""
     folder = tmp_path_factory.mktemp("quickstart")
     (folder / "drafters").symlink_to(ROOT / "drafters")
@@ -121,7 +140,9 @@ def run(smollm2: Path, nightly: bool, tmp_path_factory: pytest.TempPathFactory) 
     prompts = (ROOT / "examples" / "prompts.jsonl").read_text().splitlines(keepends=True)
     (folder / "few.jsonl").write_text("".join(prompts[:4]))
     port = free_port()
-    script = ["set -m"]  # jobs, as in a terminal: the last command ends one
+    where = "import leadout; print(leadout.__file__)"
+    # Jobs, as in a terminal: the last command ends one.
+    script = ["set -m", f"python -c '{where}' > imported"]
     for number, step in enumerate(STEPS):
         printed = f"> printed-{number} 2> errors-{number}"
         command = as_run_here(step, port, SHORTENED_NIGHTLY if nightly else SHORTENED)
@@ -131,12 +152,8 @@ def run(smollm2: Path, nightly: bool, tmp_path_factory: pytest.TempPathFactory) 
         script.append(f"echo $? > code-{number}")
     (folder / "script.sh").write_text("\n".join(script) + "\n")
     guards_end, lifeline = os.pipe()
-    guard = [sys.executable, "-m", "leadout.engine.child_process", str(guards_end), "--"]
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
+    guard = [installed.python, "-m", "leadout.engine.child_process", str(guards_end), "--"]
+    environment = {**installed.environment, "VLLM_CPU_KVCACHE_SPACE": "1"}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # readers have not set it
     shell = subprocess.Popen(
         [*guard, "bash", "script.sh"], cwd=folder, env=environment, pass_fds=(guards_end,)
@@ -176,6 +193,11 @@ def test_the_command_does_what_the_page_shows(run: Run, step: Step, nightly: boo
         assert words in run.printed[step.name], run.printed[step.name] + errors(run, step)
 
 
+def test_the_commands_are_those_of_the_wheel(run: Run, installed: Installed) -> None:
+    imported = Path((run.folder / "imported").read_text().strip())
+    assert imported.is_relative_to(installed.folder)
+
+
 def test_an_output_without_measured_numbers_is_shown_to_the_letter(run: Run) -> None:
     (step,) = [step for step in STEPS if step.name == "leadout inspect"]
     printed = [line.rstrip() for line in run.printed[step.name].splitlines()]
@@ -194,4 +216,5 @@ def test_the_results_that_the_page_names_are_there(run: Run) -> None:
 
 def test_the_page_is_read_as_a_reader_reads_it() -> None:
     page = "```console\n$ one \\\n    more\nshown\n$ two '{\n  }' | three\n```\n"
+    assert extras_of("```console\n$ pip install '.[cpu,bench]'\n```") == ["cpu", "bench"]
     assert steps_of(page) == [Step("one \\\n    more", "shown"), Step("two '{\n  }' | three", "")]

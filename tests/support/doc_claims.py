@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import tomllib
 from typing import Any
 
 import result_tables
 import scale_tables
+import worth_tables
 
-from leadout.check import long_context, lossless
+from leadout.check import long_context, lossless, prefix_cache
 from leadout.check.baseline import MIN_SHARED
 from leadout.check.diagnosis import MAX_HALF_WIDTH, MIN_TEXTS
 from leadout.check.settings import CheckSettings
@@ -20,12 +20,14 @@ from leadout.control.policy import PROBE_TIME_SHARE, ladder_up_to
 from leadout.control.prompt_lookup import MIN_MATCH
 from leadout.control.tuned_file import NEARLY_EQUAL
 from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
+from leadout.engine.request_metrics import MIN_STEPS
 from leadout.evaluate.prompts import MIN_NEW_PROMPTS
 from leadout.learn.config import LearnConfig
 from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
 from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from leadout.pairing import batched_tokens_for
-from leadout.train.costs import H100
+from leadout.pairing.devices import A100, BANDWIDTH_SHARE, H100, PREFILL_SHARE
+from leadout.train.costs import NETWORK, TRAINING_SHARE
 from support.gpu_dispatch import IN_FLIGHT, MODES
 from support.models import ROOT
 from support.ops_files import rules
@@ -66,7 +68,7 @@ def claims() -> dict[str, list[str]]:
     learned, candidates = LearnConfig.model_fields, result("learn/gate.json")["candidates"]
     (duration,) = {rule["for"] for rule in rules() if rule.get("alert") == "LeadoutBelowBreakEven"}
     return {
-        "README.md": [_faults(), *_readme_speed(), *_readme_learning(), *_readme_training()],
+        "README.md": [_faults(), *_readme_speed(), *_readme_training()],
         "docs/alternatives.md": [
             f"{name} {version}" for name, version in versions_of_alternatives().items()
         ],
@@ -85,6 +87,14 @@ def claims() -> dict[str, list[str]]:
         "docs/howto/metrics.md": [
             f"for {duration.removesuffix('m')} minutes",
             f"({DEFAULT_BREAK_EVEN}) for ({DEFAULT_MINUTES:g})",
+            f"fewer than {MIN_STEPS} such steps",
+        ],
+        "docs/howto/long-context.md": [
+            f"the whole interval is below {prefix_cache.MIN_RATIO}",
+            f"the same {word(long_context.TASKS)} tasks",
+            f"the ratio is below {long_context.MIN_RATIO}",
+            f"({CheckSettings.model_fields['long_context'].default} by default)",
+            f"of up to {CheckSettings.model_fields['long_context'].default} tokens",
         ],
         "docs/howto/train.md": _howto_train(),
         "docs/index.md": [_faults()],
@@ -107,6 +117,7 @@ def claims() -> dict[str, list[str]]:
         "docs/results.md": _results(),
         "docs/scale.md": _scale(),
         "docs/tune.md": [f"({NEARLY_EQUAL:.0%})"],
+        "docs/worth-it.md": _worth_it(),
     }
 
 
@@ -146,45 +157,19 @@ def _gpus() -> list[str]:
 def _readme_speed() -> list[str]:
     tuned = result("bench/smollm2-tuned.json")
     first, *_, last = tuned["table"]
-    rounds = len({each["round"] for each in result("live/smollm2.json")["traffic"]["rounds"]})
-    one, eight = (result_tables.live_over("bare", load) for load in (1, 8))
     return [
         f"from {first[2]} at one request to none above {last[0] - 1}",
         f"no significant gain above {tuned['loses_above']} requests",
-        f"the median of {word(rounds)} rounds was {one} times the speed of bare vLLM with one "
-        f"request at a time and {eight} times with eight",
-    ]
-
-
-def _readme_learning() -> list[str]:
-    found = result("learn/smollm2.json")
-    gain = found["sets"]["tickets"]["change"]
-    base = [found["sets"][name]["change"] for name in ("gsm8k", "humaneval", "mt_bench")]
-    worst = min(base, key=lambda change: change["value"])
-    return [
-        f"one cycle with {found['training_minutes']:.0f} minutes of training raised the "
-        f"acceptance length from {found['acceptance_before']:.2f} to "
-        f"{found['acceptance_after']:.2f} (by {gain['low']:.0%} to {gain['high']:.0%}, 95% "
-        "interval)",
-        f"changed by {worst['value']:+.1%} ({worst['low']:+.1%} to {worst['high']:+.1%})",
-        if_true(
-            found["changed_answers"] == found["failed_requests"] == 0,
-            f"no request failed, and all {found['compared_answers']} greedy answers of the gate",
-        ),
     ]
 
 
 def _readme_training() -> list[str]:
     run = result("train/smollm2.json")
-    sets = run["acceptance"]
-    served = {name: f"{sets[name]['served']:.2f}" for name in ("gsm8k", "humaneval", "mt_bench")}
-    worst = max(each["difference"] for each in sets.values())
+    served = {name: f"{each['served']:.2f}" for name, each in run["acceptance"].items()}
     return [
-        f"after {run['training_minutes']:.0f} minutes of training",
-        f"acceptance length is {served['gsm8k']} on gsm8k, {served['humaneval']} on humaneval and "
-        f"{served['mt_bench']} on mt_bench",
-        f"agrees with each of the {word(len(sets))} sets to within "
-        f"{math.ceil(1000 * worst) / 10:g}%",
+        f"{run['training_minutes']:.0f} minutes of training",
+        f"an acceptance length of {served['gsm8k']} on gsm8k, {served['humaneval']} on humaneval "
+        f"and {served['mt_bench']} on mt_bench",
     ]
 
 
@@ -421,7 +406,37 @@ def _scale() -> list[str]:
         f"{scale_tables.SAMPLES:,} samples of {scale_tables.LENGTH:,} tokens",
         f"{scale_tables.DRAFT_LAYERS} layers and {scale_tables.TAPS} taps, blocks of "
         f"{scale_tables.BLOCK_SIZE} and {scale_tables.ANCHORS} of them per sequence",
-        f"{H100.operations / 1e12:.0f} TFLOP/s, of which prefill reaches {H100.prefill_share:.0%} "
-        f"and training {H100.training_share:.0%}",
-        f"{H100.network / 1e9:.0f} GB/s of network for each GPU",
+        f"{H100.operations / 1e12:.0f} TFLOP/s, of which prefill reaches {PREFILL_SHARE:.0%} "
+        f"and training {TRAINING_SHARE:.0%}",
+        f"{NETWORK / 1e9:.0f} GB/s of network for each GPU",
+    ]
+
+
+def _worth_it() -> list[str]:
+    first, second, third = (f"{each:.0%}" for each in worth_tables.PROBABILITIES)
+    costs = worth_tables.costs("Qwen3-8B", H100)
+    smallest = worth_tables.costs(next(iter(worth_tables.TARGETS)), H100)
+    mixture = worth_tables.TARGETS["gpt-oss-120b"].experts
+    assert mixture is not None
+    ladder = [k for k in ladder_up_to(worth_tables.K) if k]
+    gains = [
+        worth_tables.costs(name, A100).best(32, 0.5, ladder)[1] for name in worth_tables.TARGETS
+    ]
+    read = 1 - (1 - mixture.active / mixture.count) ** 32
+    share = smallest.draft_seconds(1, worth_tables.K) / smallest.bare_seconds(1)
+    return [
+        f"a probability of {first}, {second} or {third}",
+        f"the best of {ladder[0]}, {ladder[1]} and {ladder[2]} in each case",
+        f"gains {worth_tables.MIN_GAIN - 1:.0%}",
+        f"Where {worth_tables.K} drafts are a loss",
+        if_true(
+            max(gains) < worth_tables.MIN_GAIN,
+            "With 32 requests and half of the drafts accepted, there is nothing to gain on an A100 "
+            "with any of these targets",
+        ),
+        if_true(read > 0.5, "With 32 requests most experts are read anyway"),
+        if_true(0.29 < share < 0.38, "a draft pass takes a third of a bare step"),
+        f"a context of {costs.context:,} tokens, a drafter of {costs.draft_layers} layers with "
+        f"{costs.taps} taps and blocks of {costs.block_size}",
+        f"reaches {BANDWIDTH_SHARE:.0%} of the bandwidth and {PREFILL_SHARE:.0%} of the operations",
     ]

@@ -27,6 +27,10 @@ from leadout.evaluate.blocks import split
 from leadout.learn.config import CycleSettings
 from leadout.learn.data import copy_newest, prompt_key
 from leadout.learn.work_folder import CYCLE, CycleFile, WorkFolder
+from leadout.make.plan import MakePlan, PlannedStage, Speed
+from leadout.make.settings import MakeSettings
+from leadout.make.state import STATE as MAKE_STATE
+from leadout.make.state import MakeState, StageRecord
 from leadout.registry import LAST, LEDGER, MANIFEST, POINTER, ExpectedAcceptance, Registry
 from leadout.sealed import Keys
 from leadout.shards import Sample, usable_samples
@@ -210,6 +214,31 @@ def _budget() -> Budget:
     )  # fmt: skip
 
 
+def _make_state() -> MakeState:
+    settings = MakeSettings(target="t", out=Path("o"))
+    plan = MakePlan(
+        speed=Speed(
+            measured=True, answer_tokens_per_second=9.0, session_tokens_per_second=5.0,
+            operations_per_second=1e9,
+        ),
+        layers=1, block_size=8, parameters=5, sources=["self:9"], limit=None, samples=9,
+        answer_tokens=90, train_minutes=2.0, train_tokens=None, blocks=100, low=1.1, high=1.3,
+        stages=[PlannedStage(name="data", what="text", minutes=1.0)],
+    )  # fmt: skip
+    record = StageRecord(file="tuned.json", exit_code=1, seconds=9.0, ended="2026-01-31")
+    fresh = MakeState.started(settings, settings.training(), PRINT)
+    return fresh.with_stage("costs", record).model_copy(update={"plan": plan})
+
+
+def _use_make_state(folder: Path) -> None:
+    state = MakeState.read(folder)
+    if state is None:  # no such file
+        return
+    state.require_same(_make_state(), folder)
+    if state.plan is not None:
+        state.plan.text()
+
+
 def _write_cycle(folder: Path) -> None:
     cycle = CycleFile(
         number=1, parent=1, parent_fingerprint=PRINT, target_fingerprint=PRINT, traffic="a",
@@ -281,6 +310,8 @@ FILES_OF_RUNS = [
     Reader("training: best weights", BEST, "safetensors", _write_state, load_best),
     Reader("training: budget", BUDGET, "json", lambda folder: _budget().write(folder),
            Budget.read),
+    Reader("make: state", MAKE_STATE, "json", lambda folder: _make_state().write(folder),
+           _use_make_state),
     Reader("learning: cycle", CYCLE, "json", _write_cycle,
            lambda folder: WorkFolder(folder).interrupted_cycle(), is_tolerant=True),
     Reader("check: baseline", "b.json", "json", put("b.json", RESULT.model_dump_json()), _compare),

@@ -68,6 +68,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         **_decoder(4096, 36, 32, 8, 12288, 151936),
     },
+    "Qwen3-32B": {
+        "model_type": "qwen3",
+        "rope_theta": 1e6,
+        "head_dim": 128,
+        **_decoder(5120, 64, 64, 8, 25600, 151936),
+    },
     "Llama-3.3-70B": _LLAMA | _decoder(8192, 80, 64, 8, 28672, 128256),
     "Llama-2-7B": _LLAMA | {"rope_theta": 1e4} | _decoder(4096, 32, 32, 32, 11008, 32000),
     "Phi-3-mini": {

@@ -30,6 +30,7 @@ CASES: list[tuple[str, str, int, str]] = [
     ("no such folder", "bench {missing} --draft {drafter} --out {work}/b", FAILED, "missing"),
     ("no such folder", "data {missing} --prompts {prompts} --out {work}/d", FAILED, "missing"),
     ("no such folder", "train {missing} --data {work} --out {work}/r", FAILED, "missing"),
+    ("no such folder", "make {missing} --out {work}/m", FAILED, "missing"),
     ("no such folder", "serve {missing} --draft {drafter} --plan", FAILED, "missing"),
     ("no such folder", "selftest {missing} {drafter} --out {work}/s.json", FAILED, "missing"),
     ("no such hub model", "check acme/nothing {drafter}", FAILED, "acme/nothing"),
@@ -40,6 +41,7 @@ CASES: list[tuple[str, str, int, str]] = [
     ("empty folder as target", "check --static {empty} {drafter}", NEGATIVE, "config.json"),
     ("empty folder as target", "tune {empty} {drafter} --out {work}/t.json", FAILED, "config.json"),
     ("empty folder as target", "data {empty} --prompts {prompts} --out {work}/d", FAILED, "empty"),
+    ("empty folder as target", "make {empty} --out {work}/m --plan", FAILED, "config.json"),
     ("empty folder as target", "serve {empty} --draft {drafter} --plan", FAILED, "config.json"),
     (
         "config.json is a folder",
@@ -90,6 +92,9 @@ CASES: list[tuple[str, str, int, str]] = [
         "out",
     ),
     ("output below a file", "train {target} --data {work} --out {empty_file}/r", FAILED, ""),
+    ("output below a file", "make {target} --out {empty_file}/m", FAILED, "--out"),
+    ("output is a file", "make {target} --out {empty_file}", FAILED, "--out"),
+    ("output has other files", "make {target} --out {drafter}", FAILED, "make.json"),
     (
         "output below a file",
         "selftest {target} {drafter} --out {empty_file}/s.json",
@@ -104,6 +109,7 @@ CASES: list[tuple[str, str, int, str]] = [
         "missing",
     ),
     ("no such prompts", "check {target} {drafter} --prompts {missing}.jsonl", FAILED, "missing"),
+    ("no such prompts", "make {target} --out {work}/m --prompts {missing}.jsonl", FAILED, "miss"),
     ("no such prompts", "tune {target} {drafter} --prompts {missing}.jsonl", FAILED, "missing"),
     (
         "no such prompts",
@@ -173,6 +179,14 @@ CASES: list[tuple[str, str, int, str]] = [
     ("not a number", "train {target} --data d --out r --layers two", FAILED, "--layers"),
     ("not a choice", "train {target} --data d --out r --optimizer sgd", FAILED, "sgd"),
     ("nothing to resume", "train {target} --data d --out {empty} --resume", FAILED, ""),
+    # Making.
+    ("two budgets", "make {target} --out {work}/m --hours 1 --tokens 5", FAILED, "--tokens"),
+    ("no time", "make {target} --out {work}/m --hours 0", FAILED, "--hours"),
+    ("no output", "make {target}", FAILED, "--out"),
+    ("flag before the target", "make --out {work}/m -- --seed 1", FAILED, "--seed"),
+    ("no such config", "make {target} --out {work}/m --train-config {missing}", FAILED, "missing"),
+    ("unknown key", "make {target} --out {work}/m --train-config {bad_key}", FAILED, "layer"),
+    ("a flag with its own", "make {target} --out {work}/m -- --dtype half", FAILED, "--dtype"),
     # Learning.
     ("no target", "learn --registry {work}", FAILED, "TARGET"),
     ("no ring", "relay {missing} --key {empty_file}", FAILED, "empty_file"),
