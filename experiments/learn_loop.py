@@ -167,6 +167,7 @@ def make_data(target: Path, prompts: Path, out: Path, answers: int) -> None:
     sources = [w for name in TRAINING_SETS for w in ("--prompts", prompts / f"{name}.jsonl")]
     how = ["--limit", answers // len(TRAINING_SETS), "--greedy-share", 0.75]
     how += ["--max-new-tokens", 128, "--max-length", 1024, "--concurrency", CONCURRENCY]
+    how += ["--dtype", "float32"]  # as `FLAGS` of the servers
     leadout("data", target, *sources, *how, "--resume", "--out", out)
 
 
