@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from leadout.engine import serve_plan
+from leadout.engine.learn_plan import learn_settings
 from leadout.engine.serve_plan import Plan, make_plan
 from leadout.engine.settings import SCHEDULER, STATES_TAP_WORKER, ServeSettings
-from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
 from leadout.registry import Registry
 from leadout.ring.folder import open_writer, read_info
@@ -98,15 +98,14 @@ def test_refusals(
 def test_adaptive_verification_is_refused(
     registry: Registry, target: Path, ring: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM offers it with CUDA graphs only, so it is switched on in what vLLM has resolved here."""
+    """vLLM resolves it with CUDA graphs only, so it is switched on in what vLLM resolved here."""
 
-    def fake_config(*arguments: Any) -> Any:
-        config = vllm_config_of(*arguments)
-        if config.speculative_config is not None:
-            config.speculative_config.enable_adaptive_verification = is_adaptive
-        return config
+    def adaptive(settings: Any, ring: Path, *rest: Any) -> Any:
+        *others, config, notes = rest
+        config.speculative_config.enable_adaptive_verification = is_adaptive
+        return learn_settings(settings, ring, *others, config, notes)
 
-    monkeypatch.setattr(serve_plan, "vllm_config_of", fake_config)
+    monkeypatch.setattr(serve_plan, "learn_settings", adaptive)
     is_adaptive = True
     with pytest.raises(SettingsError, match="combined with enable_adaptive_verification"):
         plan_of(target, registry=registry.folder, learn_states=ring)
