@@ -7,9 +7,9 @@ of plain requests as it was trained on. The same requests in the same order are 
 of SmolLM2, greedily: one keeps the shipped drafter, the other one follows a registry and puts the
 states of all requests into a ring, from which `leadout learn --states` learns for as long as the
 run lasts, on the same two cores. Requests to the second server have a schedule by the clock, which
-leaves time for the learner; the first server answers its requests as fast as it can, because its
-acceptance does not depend on time. Acceptance is counted by vLLM in slices of the run; a slice ends
-when all of its requests are answered.
+leaves time for the learner; the first server answers its requests afterwards, as fast as it can,
+because its acceptance does not depend on time. Acceptance is counted by vLLM in slices of the run;
+a slice ends when all of its requests are answered.
 
 The base sets are measured with the shipped drafter, and with the version that is served at the end.
 Prefix caching is off, so that the ring has the beginning of every request. The states of replayed
@@ -95,11 +95,11 @@ def main() -> None:
     drift = Drift(arguments, more)
     drift.make_data()
     slices = drift.slices()
-    without = drift.stage("without", lambda: drift.run_without(slices))
     try:
         learning = drift.stage("with", lambda: drift.run_with(slices))
     finally:
         shutil.rmtree(arguments.ring, ignore_errors=True)
+    without = drift.stage("without", lambda: drift.run_without(slices))
     after = drift.stage("base-after", lambda: drift.measure_last(learning["version"]))
     result = summary(drift, slices, without, learning, after)
     write_result(arguments.out, result, target=arguments.target, drafter=SHIPPED)
