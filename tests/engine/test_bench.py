@@ -72,6 +72,8 @@ def story(tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> Story:
     ]
     words += ["--turns", "slices"]
     words += ["--json", "--resume", "--", "--dtype", "float32", "--max-model-len", "256"]
+    if not nightly:  # three servers compile for minutes
+        words += ["--enforce-eager"]
     killed, left = _kill_on_its_way(words, folder / "out" / ROUNDS) if nightly else ([], [])
     before = RoundsFile(folder / "out").read()
     ended = subprocess.run(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from leadout.check.run import MAX_TOKENS
@@ -23,6 +24,7 @@ from leadout.data.settings import DataSettings
 from leadout.engine.calibration import RoundRequest
 from leadout.engine.offline import SESSION_CONCURRENCY
 from leadout.engine.server_turns import weight_bytes
+from leadout.evaluate.hidden_states import compute_dtype
 from leadout.evaluate.prompts import LONG_PROMPTS, prompts_or_default
 from leadout.make.expected import expected_lengths
 from leadout.make.settings import MakeError, MakeSettings
@@ -42,6 +44,7 @@ from leadout.tune.plan import (
     draft_counts,
     make_rounds,
     measuring_seconds,
+    product_seconds,
     short_rounds,
 )
 
@@ -71,7 +74,7 @@ class Speed(_Record):
     measured: bool
     answer_tokens_per_second: float  # of all requests that `leadout data` has in flight
     session_tokens_per_second: float  # of the requests that a check has in flight
-    operations_per_second: float  # of long passes
+    operations_per_second: float  # of long passes, in the type in which training computes
 
     @property
     def source(self) -> str:
@@ -157,8 +160,20 @@ class Subject:
         return work
 
 
-def estimated_speed(subject: Subject, times: ProductTimes) -> Speed:
-    """From the size of the target."""
+def training_gain(dtype: str, clock: Callable[[int, str], float] = product_seconds) -> float:
+    """How many times faster training computes than vLLM serves in this type.
+
+    Processors without instructions for bfloat16 emulate it in vLLM; training computes in float32.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == "float32" or compute_dtype(torch.bfloat16, device) == torch.bfloat16:
+        return 1.0
+    emulated, exact = (clock(PREFILL_TOKENS, each) for each in ("bfloat16", "float32"))
+    return max(1.0, emulated / exact)
+
+
+def estimated_speed(subject: Subject, times: ProductTimes, gain: float = 1.0) -> Speed:
+    """From the size of the target; `gain` is that of training."""
 
     def rate(requests: int) -> float:
         return requests / times.forward_seconds(subject.target_bytes, requests)
@@ -167,14 +182,13 @@ def estimated_speed(subject: Subject, times: ProductTimes) -> Speed:
         measured=False,
         answer_tokens_per_second=rate(CONCURRENCY),
         session_tokens_per_second=rate(SESSION_CONCURRENCY),
-        operations_per_second=2
-        * subject.sizes.active_parameters
-        * PREFILL_TOKENS
+        operations_per_second=gain
+        * (2 * subject.sizes.active_parameters * PREFILL_TOKENS)
         / times.forward_seconds(subject.target_bytes, PREFILL_TOKENS),
     )
 
 
-def measured_speed(subject: Subject, costs: Tuned) -> Speed:
+def measured_speed(subject: Subject, costs: Tuned, gain: float = 1.0) -> Speed:
     """From the steps of a server without a drafter; larger batches are extrapolated."""
 
     def rate(requests: int) -> float:
@@ -186,7 +200,7 @@ def measured_speed(subject: Subject, costs: Tuned) -> Speed:
         measured=True,
         answer_tokens_per_second=rate(CONCURRENCY),
         session_tokens_per_second=rate(SESSION_CONCURRENCY),
-        operations_per_second=operations / seconds,
+        operations_per_second=gain * operations / seconds,
     )
 
 

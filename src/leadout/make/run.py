@@ -36,6 +36,7 @@ from leadout.make.plan import (
     make_plan,
     measured_speed,
     measured_times,
+    training_gain,
 )
 from leadout.make.process import Command, Follow, reason, run_command
 from leadout.make.result import MakeResult, Results, result_of, write_page
@@ -173,7 +174,7 @@ def _earlier(ready: Preparation) -> MakeState | None:
 
 def _estimate(ready: Preparation, clock: Clock) -> MakePlan:
     times = clock()
-    speed = estimated_speed(ready.subject, times)
+    speed = estimated_speed(ready.subject, times, training_gain(ready.settings.dtype))
     return make_plan(ready.settings, ready.subject, speed, times)
 
 
@@ -223,7 +224,7 @@ class _Maker:
     def _plan(self, costs: Tuned) -> MakePlan:
         if self._state.plan is not None:  # data may have been started with its sizes
             return self._state.plan
-        speed = measured_speed(self._subject, costs)
+        speed = measured_speed(self._subject, costs, training_gain(self._settings.dtype))
         times = measured_times(self._subject, costs)
         spent = self._state.seconds.get("costs", 0.0)
         planned = make_plan(self._settings, self._subject, speed, times, spent)

@@ -203,13 +203,14 @@ def _turns(k: int, tokens: int) -> int:
     return math.ceil(steps / (DRAFTING_STEPS + 1))
 
 
-def product_seconds(rows: int) -> float:
+def product_seconds(rows: int, precision: str = "bfloat16") -> float:
     """The fastest of three products of `rows` tokens with one matrix, on vLLM's device."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.bfloat16, device=device)
-    tokens = torch.ones(rows, _PROBE_SIZE, dtype=torch.bfloat16, device=device)
+    dtype: torch.dtype = getattr(torch, precision)
+    matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device)
+    tokens = torch.ones(rows, _PROBE_SIZE, dtype=dtype, device=device)
     times = []
     for _ in range(3):
         started = time.perf_counter()

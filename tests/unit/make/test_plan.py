@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from leadout.make import plan
 from leadout.make.plan import (
     ANSWER_TOKENS,
     CONCURRENCY,
@@ -22,6 +24,7 @@ from leadout.make.plan import (
     make_plan,
     measured_speed,
     measured_times,
+    training_gain,
 )
 from leadout.make.settings import MakeError, MakeSettings
 from leadout.pairing import TargetSizes
@@ -158,6 +161,9 @@ def test_speeds_from_the_size_of_the_target(folder: Path) -> None:
     assert speed.answer_tokens_per_second == pytest.approx(CONCURRENCY / step)
     faster = estimated_speed(subject, ProductTimes(0.0025, 0.00005))
     assert faster.operations_per_second == pytest.approx(2 * speed.operations_per_second)
+    training = estimated_speed(subject, TIMES, gain=3.0)
+    assert training.operations_per_second == pytest.approx(3 * speed.operations_per_second)
+    assert training.answer_tokens_per_second == speed.answer_tokens_per_second
 
 
 def test_speeds_and_times_from_measured_steps(folder: Path) -> None:
@@ -170,9 +176,24 @@ def test_speeds_and_times_from_measured_steps(folder: Path) -> None:
     prefill = 0.02 + 0.0005 * PREFILL_TOKENS
     operations = 2 * SIZES.active_parameters * PREFILL_TOKENS / prefill
     assert speed.operations_per_second == pytest.approx(operations)
+    training = measured_speed(subject, costs, gain=3.0)
+    assert training.operations_per_second == pytest.approx(3 * operations)
     times = measured_times(subject, costs)
     assert times.forward_seconds(16 << 20, 1) == pytest.approx(0.04)
     assert times.forward_seconds(16 << 20, 16) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_training_is_faster_than_vllm_where_bfloat16_is_emulated(
+    dtype: str, is_emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = torch.float32 if is_emulated else torch.bfloat16
+    monkeypatch.setattr(plan, "compute_dtype", lambda precision, device: computed)
+    seconds = {"bfloat16": 0.6, "float32": 0.2}
+    gain = training_gain(dtype, lambda rows, precision: seconds[precision])
+    assert gain == pytest.approx(3.0 if is_emulated and dtype != "float32" else 1.0)
+    assert training_gain(dtype, lambda rows, precision: 0.9 if precision == "float32" else 0.3) == 1
 
 
 def test_the_text_names_every_stage_and_what_is_only_expected(folder: Path) -> None:
