@@ -5,8 +5,8 @@
 For two kinds of traffic that the shipped drafter has never seen, and for three seeds, a server of
 SmolLM2 answers the same requests, greedily. It captures them to files and puts all of their states
 into a ring (`--learn-rate 1`). Two learners then make a version each, with the same settings and
-the same number of answer tokens; each has a registry of its own, whose cycles have the numbers 0,
-1, 2: a cycle's number is its seed, for the replayed data and for the order of training.
+the same number of answer tokens; each has a registry of its own, whose cycles have the numbers 1,
+2, 3: a cycle's number is its seed, for the replayed data and for the order of training.
 
 - ring: the learner waits for requests before the first one is sent, and begins as soon as it has
   as many as it requires. `seconds_to_swap` is the time from the first request until the server
