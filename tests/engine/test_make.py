@@ -69,15 +69,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(
-    target: Path, out: Path, nightly: bool, tmp_path_factory: pytest.TempPathFactory
-) -> list[str]:
+def words(target: Path, out: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     config = tmp_path_factory.mktemp("config") / "train.yaml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "leadout", "make", str(target), "--out", str(out)]
     # Whether it pays is not the question here: so small a drafter may not.
-    own = [*command, *WORDS, "--train-config", str(config), "--anyway", "--json"]
-    return own if nightly else [*own, "--", "--enforce-eager"]  # engines compile for minutes
+    return [*command, *WORDS, "--train-config", str(config), "--anyway", "--json"]
 
 
 @pytest.fixture(scope="module")
