@@ -197,6 +197,7 @@ FILES: dict[str, Callable[[], str]] = {
     "results/bench/smollm2.html": partial(_bench, bench_page.page, "smollm2.json"),
     "results/live/smollm2.svg": partial(_drawn, live, "live/smollm2.json"),
     "results/learn/smollm2.svg": partial(_drawn, learn, "learn/smollm2.json"),
+    "results/learn/drift.svg": partial(_drawn, drift, "learn/drift.json"),
 }
 
 

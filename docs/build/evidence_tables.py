@@ -21,6 +21,7 @@ def evidence() -> str:
         *_speed(),
         *_useless(),
         *_learning(),
+        *_learning_from_states(),
         *_kills(),
         *_lossless(),
     ]
@@ -157,6 +158,34 @@ def _learning() -> list[tuple[str, ...]]:
             name,
         ),
     ]
+
+
+def _learning_from_states() -> list[tuple[str, ...]]:
+    """The seed with the median acceptance of each kind of requests."""
+    name = "learn/states.json"
+    found, drift = result(name), result("learn/drift.json")
+    rows = []
+    for kind, seeds in found["ring"].items():
+        row = sorted(seeds, key=lambda each: each["acceptance_after"]["value"])[len(seeds) // 2]
+        rows.append(
+            _row(
+                f"the same from hidden states as they are served, nothing stored: {kind}, "
+                f"{row['seconds_to_swap'] / 60:.0f} minutes from the first request to the swap",
+                f"{row['acceptance_before']['value']:.2f}, "
+                f"**{_interval(row['acceptance_after'])}**",
+                f"{found['measured_prompts']} held-out requests, {len(seeds)} seeds",
+                name,
+            )
+        )
+    rows.append(
+        _row(
+            f"change of acceptance by such a learner over drifting traffic, {drift['swaps']} swaps",
+            f"**{_change(drift['change'])}**",
+            f"{drift['requests']} requests",
+            "learn/drift.json",
+        )
+    )
+    return rows
 
 
 def _kills() -> list[tuple[str, ...]]:

@@ -14,6 +14,8 @@ _GATES = {
     "before": "serving version only, lower bounds, the same sequences",
     "point estimates": "serving version only, point estimates, the same sequences",
 }
+# Names for keys of results/learn/states_cost.json.
+_READERS = {"killed reader": "killed", "paused reader": "paused", "slow reader": "slow"}
 _CPU_TIME = {
     "at the end of a request": "CPU time when requests end",
     "in its thread": "CPU time of the capture thread",
@@ -180,6 +182,92 @@ def capture() -> str:
     heads = ("captured", "throughput relative to no capture (95% interval)")
     shares = next(iter(found["share_of_the_time"].values()))
     return table([*heads, *(_CPU_TIME[where] for where in shares)], rows)
+
+
+def states_cost() -> str:
+    """Throughput with a ring relative to none, and the time spent on copying, by share."""
+    found = result("learn/states_cost.json")
+    times = found["share_of_time_in_tap"]
+    rows: list[tuple[object, ...]] = [
+        (f"{float(share):.0%}", "none", _interval(ratio), f"{times[share]:.2%}")
+        for share, ratio in found["throughput_ratio"].items()
+    ]
+    rows += [
+        ("100%", name, _interval(found["readers"][key]["throughput"]), f"{times[key]:.2%}")
+        for key, name in _READERS.items()
+    ]
+    rows.append(
+        ("no ring, measured twice", "none", _interval(found["same_again"]["throughput"]), "")
+    )
+    heads = ("share of requests", "learner", "throughput relative to no ring (95% interval)")
+    made = table((*heads, "time spent on copying"), rows)
+    pairs = found["same_again"]["throughput"]["pairs"]
+    return f"{made}\n\n{pairs} rounds, {found['requests_at_a_time']} requests at a time."
+
+
+def states() -> str:
+    """Both learners, for each kind and seed."""
+    found = result("learn/states.json")
+    rows = [
+        (
+            kind,
+            row["seed"],
+            arm,
+            _interval(row["acceptance_before"]),
+            _interval(row["acceptance_after"]),
+            f"{row['seconds_to_swap']:.0f} s",
+            f"{row['memory_bytes']['with its processes'] / 2**30:.1f} GiB",
+        )
+        for kind in found["files"]
+        for seed in range(len(found["files"][kind]))
+        for arm in ("files", "ring")
+        for row in (found[arm][kind][seed],)
+    ]
+    heads = ("requests", "seed", "learner", "before", "after", "first request to swap")
+    return table((*heads, "memory of the learner and its processes"), rows)
+
+
+def states_compared() -> str:
+    found = result("learn/states.json")
+    rows = [
+        (
+            kind,
+            _change(each["acceptance_change"]),
+            *(
+                f"{share['median']:.0%} ({share['low']:.0%} to {share['high']:.0%})"
+                for share in (each["share_of_time_to_swap"], each["share_of_cycle_time"])
+            ),
+        )
+        for kind, each in found["compared"].items()
+    ]
+    heads = ("requests", "acceptance after, ring relative to files (95% interval)")
+    more = ("time to swap, of that from files (range)", "time of the cycle (range)")
+    (seconds,) = {row["replay_states_seconds"] for rows in found["ring"].values() for row in rows}
+    once = f"The states of replayed text were made once, before, in {seconds:.0f} s."
+    return f"{table((*heads, *more), rows)}\n\n{once}"
+
+
+def drift() -> str:
+    found = result("learn/drift.json")
+    with_it, without = (found["acceptance"][name] for name in ("with", "without"))
+    verdicts = [each["verdict"] for each in found["learnt"]]
+    swapped = [each["hour"] for each in found["events"] if each["event"] == "swapped"]
+    rows = [
+        ("requests, failed", f"{found['requests']}, {found['failed_requests']}"),
+        ("acceptance length without a learner", _interval(without)),
+        ("with the learner", _interval(with_it)),
+        ("change", _change(found["change"])),
+        ("change on the base sets at the end", _change(found["base_change"])),
+        ("largest loss that the gate allows", f"{found['base_loss_bound']:.0%}"),
+        (
+            "cycles: published, rejected, undecided",
+            ", ".join(str(verdicts.count(name)) for name in ("passed", "rejected", "undecided")),
+        ),
+        ("swaps, roll-backs", f"{found['swaps']}, {found['roll_backs']}"),
+        ("swaps after hours", ", ".join(f"{hour:.1f}" for hour in swapped)),
+    ]
+    title = f"{found['stands_for_hours']:g} hours in {found['minutes']:.0f} minutes"
+    return table((title, "measured"), rows)
 
 
 def _interval(interval: Any) -> str:
