@@ -40,15 +40,13 @@ from learn_loop import (
     CONCURRENCY,
     TRAINING_SETS,
     Learner,
-    Prompts,
-    Stages,
+    LearnRun,
     ask,
     ask_all,
     change_of,
     counted,
     events_of,
     length_of,
-    make_data,
     measure,
     served,
     served_drafter,
@@ -106,27 +104,12 @@ def main() -> None:
     arguments.out.with_suffix(".svg").write_text(result_charts.drift(result))
 
 
-class Drift:
-    """The folder of the run, and its stages."""
+class Drift(LearnRun):
+    """The two runs over the same requests."""
 
     def __init__(self, arguments: Any, more: Sequence[str]) -> None:
-        self.arguments, self.more = arguments, more
-        self.target: Path = arguments.target
-        self.work: Path = arguments.work
-        self.data: Path = arguments.data or self.work / "data"
+        super().__init__(arguments, more)
         self.registry = self.work / "registry"
-        self.stage = Stages(self.work)
-        self._prompts = Prompts(arguments.prompts, self.target)
-
-    def make_data(self) -> None:
-        settings = self.arguments
-
-        def make() -> dict[str, int]:
-            make_data(self.target, settings.prompts, self.data, settings.answers)
-            return {"answers": settings.answers}
-
-        if settings.data is None:
-            self.stage("data", make)
 
     def slices(self) -> list[Slice]:
         """The requests of the run, the same in every call; none is sent twice."""
@@ -136,7 +119,7 @@ class Drift:
         draw = random.Random(0)
         queues: dict[str, Iterator[list[int]]] = {PLAIN: iter(self._plain(count * each))}
         for kind in {kind for phase in PHASES for kind in phase}:
-            queues[kind] = iter(self._prompts.sent(kind, count * each))
+            queues[kind] = iter(self.prompts.sent(kind, count * each))
         found: list[Slice] = []
         for number in range(count):
             phase = PHASES[number * len(PHASES) // count]
@@ -147,7 +130,7 @@ class Drift:
 
     def _plain(self, count: int) -> list[list[int]]:
         """Prompts of the training sets, one set after the other in turn."""
-        sets = [self._prompts.plain(name, count) for name in TRAINING_SETS]
+        sets = [self.prompts.plain(name, count) for name in TRAINING_SETS]
         return [prompt for row in zip(*sets, strict=False) for prompt in row][:count]
 
     def run_without(self, slices: Sequence[Slice]) -> dict[str, Any]:
@@ -239,7 +222,7 @@ class Drift:
     def _measure_base(self, url: str) -> dict[str, Any]:
         count, tokens = self.arguments.base_prompts, self.arguments.answer_tokens
         return {
-            name: measure(url, self._prompts.plain(name, count), tokens=tokens, name=name)
+            name: measure(url, self.prompts.plain(name, count), tokens=tokens, name=name)
             for name in BASE
         }
 

@@ -156,6 +156,29 @@ class Stages:
         return json.loads(path.read_text())
 
 
+class LearnRun:
+    """The arguments of a run, its folder, and its stages."""
+
+    def __init__(self, arguments: Any, more: Sequence[str]) -> None:
+        self.arguments, self.more = arguments, more  # `more` flags go to `leadout learn`
+        self.target: Path = arguments.target
+        self.work: Path = arguments.work
+        self.data: Path = arguments.data or self.work / "data"
+        self.stage = Stages(self.work)
+        self.prompts = Prompts(arguments.prompts, self.target)
+
+    def make_data(self) -> None:
+        """The data to replay, unless it is given."""
+        settings = self.arguments
+
+        def make() -> dict[str, int]:
+            make_data(self.target, settings.prompts, self.data, settings.answers)
+            return {"answers": settings.answers}
+
+        if settings.data is None:
+            self.stage("data", make)
+
+
 def start_registry(target: Path, registry: Path) -> None:
     """A registry with the shipped drafter as version 1, unless there is one."""
     if not (registry / "serving.json").exists():

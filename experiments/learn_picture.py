@@ -46,10 +46,8 @@ from learn_loop import (
     COUNTERS,
     KINDS,
     Learner,
-    Prompts,
-    Stages,
+    LearnRun,
     ask,
-    make_data,
     require_promoted,
     served,
     served_drafter,
@@ -95,35 +93,20 @@ def main() -> None:
     arguments.out.with_suffix(".svg").write_text(result_charts.learn_picture(result))
 
 
-class Picture:
-    """The folder of the run, and its stages."""
+class Picture(LearnRun):
+    """A server that is measured before, during and after a cycle."""
 
     def __init__(self, arguments: Any, more: Sequence[str]) -> None:
-        self.arguments, self.more = arguments, more
-        self.target: Path = arguments.target
-        self.work: Path = arguments.work
-        self.data: Path = arguments.data or self.work / "data"
+        super().__init__(arguments, more)
         self.registry = self.work / "registry"
-        self.stage = Stages(self.work)
-        self._prompts = Prompts(arguments.prompts, self.target)
-
-    def make_data(self) -> None:
-        settings = self.arguments
-
-        def make() -> dict[str, int]:
-            make_data(self.target, settings.prompts, self.data, settings.answers)
-            return {"answers": settings.answers}
-
-        if settings.data is None:
-            self.stage("data", make)
 
     def run(self) -> dict[str, Any]:
         settings = self.arguments
         shutil.rmtree(self.registry, ignore_errors=True)  # of a run that was interrupted
         shutil.rmtree(settings.ring, ignore_errors=True)
         start_registry(self.target, self.registry)
-        held_out = self._prompts.measured(settings.kind, settings.held_out)
-        traffic = self._prompts.sent(settings.kind, 100 * settings.min_requests)
+        held_out = self.prompts.measured(settings.kind, settings.held_out)
+        traffic = self.prompts.sent(settings.kind, 100 * settings.min_requests)
         words = ("--registry", self.registry, "--learn-states", settings.ring)
         words += ("--learn-rate", 1, "--no-enable-prefix-caching")
         with served(self.target, self.work / "server.log", *words) as server:

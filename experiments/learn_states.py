@@ -51,12 +51,10 @@ from leadout.registry import FIRST
 from learn_loop import (
     KINDS,
     Learner,
-    Prompts,
-    Stages,
+    LearnRun,
     ask_all,
     change_of,
     length_of,
-    make_data,
     measure,
     require_promoted,
     serve_version,
@@ -94,8 +92,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     arguments, more = parser.parse_known_args()  # other flags go to `leadout learn`
     experiment = Experiment(arguments, more)
-    if arguments.data is None:
-        experiment.make_data()
+    experiment.make_data()
     try:
         found = {kind: experiment.learn_kind(kind) for kind in arguments.kinds}
     finally:
@@ -106,28 +103,13 @@ def main() -> None:
     write_result(arguments.out, result, target=arguments.target, drafter=SHIPPED)
 
 
-class Experiment:
-    """The folder of the run, and its stages."""
+class Experiment(LearnRun):
+    """Both learners on the same requests, by kind and seed."""
 
     def __init__(self, arguments: Any, more: Sequence[str]) -> None:
-        self.arguments, self.more = arguments, more
-        self.target: Path = arguments.target
-        self.work: Path = arguments.work
-        self.data: Path = arguments.data or self.work / "data"
-        self.stage = Stages(self.work)
-        self.prompts = Prompts(arguments.prompts, self.target)
+        super().__init__(arguments, more)
         # To train on, and as many held out.
         self.required = int(arguments.requests * (1 - arguments.unused_share)) // 2
-
-    def make_data(self) -> None:
-        settings = self.arguments
-
-        def make() -> dict[str, float]:
-            began = time.monotonic()
-            make_data(self.target, settings.prompts, self.data, settings.answers)
-            return {"seconds": time.monotonic() - began}
-
-        self.stage("data", make)
 
     def learn_kind(self, kind: str) -> dict[str, Any]:
         """The results of both learners, by seed, and the acceptance before."""

@@ -49,7 +49,7 @@ def convert(
     Without --head-dim and --draft-vocab the weights stay bit-identical.
     """
     from leadout import checkpoints
-    from leadout.files import require_writable
+    from leadout.files import replacing, require_writable
     from leadout.train.export import SETTINGS
 
     require_writable("DESTINATION", destination)
@@ -63,7 +63,8 @@ def convert(
             source, destination, to, target, draft_vocab, frequent_in
         )
     if (source / SETTINGS).exists():  # `leadout learn` continues with the settings of the training
-        shutil.copyfile(source / SETTINGS, written.path / SETTINGS)
+        with replacing(written.path / SETTINGS) as temporary:
+            shutil.copyfile(source / SETTINGS, temporary)
     typer.echo(f"wrote {written.path} ({written.format})")
     if covered is not None:
         typer.echo(f"{draft_vocab} tokens can be drafted: {covered:.1%} of the target's answers")
