@@ -1,5 +1,7 @@
 """Answers of Qwen2.5-Coder-1.5B-Instruct to train its drafter on, generated in several sittings.
 
+    python examples/make_qwen_coder.py QWEN
+    python examples/quantize_int8.py QWEN TARGET
     python experiments/qwen_data.py TARGET PROMPTS_FOLDER WORK_FOLDER --minutes 60
     python experiments/qwen_data.py TARGET PROMPTS_FOLDER WORK_FOLDER --unpack
 
@@ -14,6 +16,7 @@ representative sample of it. No evaluation set is used.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -29,8 +32,8 @@ from leadout.data.packed import pack, unpack
 from leadout.data.prompts import read_prompts, source_name
 from leadout.shards import Sample
 
-PACKED = ROOT / "experiments" / "data" / "qwen2.5-coder-1.5b-instruct"
-PROMPTS = ("mbpp_train.jsonl", "code_train.jsonl", "gsm8k_train.jsonl")
+PACKED = ROOT / "experiments" / "data" / "qwen2.5-coder-1.5b-int8"
+PROMPTS = ("mbpp_train.jsonl", "code_train.jsonl", "gsm8k_train.jsonl", "chat_train.jsonl")
 WRITTEN_BY_THE_TARGET = 500  # prompts
 LIMIT = 900  # prompts of each file
 MAX_NEW_TOKENS = 384
@@ -45,13 +48,8 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--packed", type=Path, default=PACKED)
     parser.add_argument("--minutes", type=float, default=60, help="stop after this time")
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="float32",
-        help="of a new job; float32 is faster where the processor has no bfloat16 instructions",
-    )
+    parser.add_argument("--concurrency", type=int, default=64, help="requests of each process")
+    parser.add_argument("--cores", default="0,1", help="one process runs on each of them")
     parser.add_argument("--unpack", action="store_true", help="only restore the answers")
     arguments = parser.parse_args()
     data, packed = arguments.work / "data", arguments.packed
@@ -86,32 +84,40 @@ def prompts_again(target: Path, sources: list[str]) -> Callable[[Sample], list[i
 def generate(arguments: argparse.Namespace, data: Path, sources: list[str]) -> None:
     """Answer prompts until the job is complete or the time is over."""
     ends = time.monotonic() + 60 * arguments.minutes
+    cores = arguments.cores.split(",")
     started = data.exists() and any(data.glob("manifest-*.json"))
-    dtype = DataFolder(data).job.dtype if started else arguments.dtype
-    command = [
-        *(sys.executable, "-m", "leadout", "data", arguments.target, "--out", data),
-        *(word for source in sources for word in ("--prompts", source)),
-        *("--prompts", f"self:{WRITTEN_BY_THE_TARGET}", "--limit", LIMIT, "--dtype", dtype),
-        *("--max-new-tokens", MAX_NEW_TOKENS, "--max-length", MAX_LENGTH),
-        *("--concurrency", arguments.concurrency),
-        *(["--resume"] if started else []),
-        *("--", "--enforce-eager"),
-    ]
-    process = subprocess.Popen([str(word) for word in command])
+    processes = []
+    for number, core in enumerate(cores, start=1):
+        command = [
+            *("taskset", "-c", core, sys.executable, "-m", "leadout", "data", arguments.target),
+            *("--out", data, "--shard", f"{number}/{len(cores)}"),
+            *(word for source in sources for word in ("--prompts", source)),
+            *("--prompts", f"self:{WRITTEN_BY_THE_TARGET}", "--limit", LIMIT),
+            *("--max-new-tokens", MAX_NEW_TOKENS, "--max-length", MAX_LENGTH),
+            # Where the processor has no bfloat16 instructions, float32 is faster beside int8, too.
+            *("--dtype", "float32", "--concurrency", arguments.concurrency),
+            *(["--resume"] if started else []),
+            *("--", "--enforce-eager"),
+        ]
+        environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": core, "OMP_NUM_THREADS": "1"}
+        words = [str(word) for word in command]
+        processes.append(subprocess.Popen(words, env=environment))
     packs_at = time.monotonic() + SECONDS_BETWEEN_PACKS
     try:
-        while process.poll() is None and time.monotonic() < ends:
+        while any(process.poll() is None for process in processes) and time.monotonic() < ends:
             time.sleep(1)
             if time.monotonic() >= packs_at:
                 pack_answers(data, arguments.packed)
                 packs_at = time.monotonic() + SECONDS_BETWEEN_PACKS
     finally:
-        stopped = process.poll() is None
-        if stopped:
+        stopped = [process for process in processes if process.poll() is None]
+        for process in stopped:
             process.send_signal(signal.SIGINT)  # it keeps what is answered
-        code = process.wait()
-    if code and not stopped:
-        sys.exit(f"leadout data ended with exit code {code}, see above")
+        codes = [process.wait() for process in processes if process not in stopped]
+        for process in stopped:
+            process.wait()
+    if any(codes):
+        sys.exit("leadout data ended with an error, see above")
 
 
 if __name__ == "__main__":

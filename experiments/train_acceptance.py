@@ -18,11 +18,11 @@ from rich.progress import track
 from leadout.checkpoints import load_drafter
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts, source_name
-from leadout.dflash.target import Target
 from leadout.engine.offline import TextEngine, TextRequest
 from leadout.evaluate.acceptance import DraftHead, accepted_drafts, summarise
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
-from leadout.evaluate.hidden_states import ComputedStates
+from leadout.evaluate.hidden_states import StateSource
+from leadout.evaluate.reference import reference_target
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.models import fingerprint
 from leadout.provenance import Provenance, RunStart
@@ -31,7 +31,6 @@ DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 MAX_LENGTH = 2048
-PRECISION = torch.bfloat16
 
 
 def main() -> None:
@@ -42,6 +41,7 @@ def main() -> None:
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--count", type=int, default=40, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     served = serve(arguments)
@@ -69,7 +69,7 @@ def serve(arguments: Any) -> dict[str, dict[str, Any]]:
         str(arguments.target),
         max_length=MAX_LENGTH,
         max_requests=16,
-        dtype="bfloat16",
+        dtype=arguments.dtype,
         drafter=str(arguments.drafter),
         draft_tokens=count,
     )
@@ -108,31 +108,37 @@ def numbers(engine: TextEngine) -> list[int]:
 
 
 def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
-
-    drafter = load_drafter(arguments.drafter, PRECISION)
+    precision: torch.dtype = getattr(torch, arguments.dtype)
+    drafter = load_drafter(arguments.drafter, precision)
     config = drafter.config
-    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=PRECISION).eval()
     target_weights = load_target_weights(
-        TargetFiles(arguments.target), PRECISION, torch.device("cpu")
+        TargetFiles(arguments.target), precision, torch.device("cpu")
     )
-    source = ComputedStates(lambda: Target(model, config.target_layer_ids))
     forward = BlockForward(drafter, target_weights.embedding)
     head = DraftHead.of(drafter, target_weights)
-    found = {}
-    for name, each in track(served.items(), description="predicted"):
-        sequences = [
-            TrainingSequence(f"{name}/{i}", name, torch.tensor([*prompt, *answer]), len(prompt))
-            for i, (prompt, answer) in enumerate(each["texts"])
-        ]
-        numbered = list(enumerate(sequences))
-        drafts = accepted_drafts(forward, head, source, numbered, config.block_size)
-        overall = summarise(drafts, config.block_size).overall
-        found[name] = {
-            "predicted": overall.acceptance_length,
-            "predicted_by_position": overall.by_position,
+    taps = config.target_layer_ids
+    with reference_target(arguments.target, taps, precision, longest=MAX_LENGTH) as target:
+        source = target.source(taps)
+        return {
+            name: predicted(forward, head, source, name, each["texts"])
+            for name, each in track(served.items(), description="predicted")
         }
-    return found
+
+
+def predicted(
+    forward: BlockForward, head: DraftHead, source: StateSource, name: str, texts: list[Any]
+) -> dict[str, Any]:
+    sequences = [
+        TrainingSequence(f"{name}/{i}", name, torch.tensor([*prompt, *answer]), len(prompt))
+        for i, (prompt, answer) in enumerate(texts)
+    ]
+    size = forward.drafter.config.block_size
+    drafts = accepted_drafts(forward, head, source, list(enumerate(sequences)), size)
+    overall = summarise(drafts, size).overall
+    return {
+        "predicted": overall.acceptance_length,
+        "predicted_by_position": overall.by_position,
+    }
 
 
 if __name__ == "__main__":

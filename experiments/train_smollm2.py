@@ -55,7 +55,7 @@ def main() -> None:
         run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
     shutil.rmtree(SHIPPED, ignore_errors=True)
     shutil.copytree(drafter, SHIPPED)
-    write_result(arguments.target, arguments.work, json.loads(measured.read_text())["sets"])
+    write_result(RESULT, arguments.target, SHIPPED, arguments.work, measured)
 
 
 def make_data(target: Path, prompts: Path, out: Path) -> None:
@@ -102,11 +102,13 @@ def run(command: list[object]) -> None:
         sys.exit(f"failed: {' '.join(arguments)}")
 
 
-def write_result(target: Path, work: Path, acceptance: dict[str, dict[str, object]]) -> None:
+def write_result(path: Path, target: Path, drafter: Path, work: Path, measured: Path) -> None:
+    """Data, training and acceptance of a drafter; `measured` is from train_acceptance.py."""
+    acceptance = json.loads(measured.read_text())["sets"]
     data = DataFolder(work / "data")
     report = json.loads((work / RUN / "drafter" / "training.json").read_text())
     result = {
-        "provenance": provenance(target=target, drafter=SHIPPED),
+        "provenance": provenance(target=target, drafter=drafter),
         "data_samples": sum(c.samples for m in data.manifests for c in m.counts.values()),
         "data_response_tokens": data.response_tokens,
         "data_by_source": {
@@ -120,8 +122,8 @@ def write_result(target: Path, work: Path, acceptance: dict[str, dict[str, objec
             {"settings": report["config"], "minutes": report["minutes"], **curves(work / RUN)}
         ],
     }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def curves(run: Path) -> dict[str, object]:

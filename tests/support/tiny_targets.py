@@ -7,6 +7,8 @@ for the same seed, small enough that its text repeats and a drafter can learn it
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from transformers import (
 
 from leadout.dflash.config import DrafterConfig
 from support.drafters import TINY_DRAFTER
-from support.models import TINY_VOCAB
+from support.models import ROOT, TINY_VOCAB
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, MASK_TOKEN, tiny_tokenizer
 
 _SIZES: dict[str, Any] = {
@@ -105,6 +107,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "mla": _mla,
     "sliding": _sliding,
     "fp8": _dense,
+    "int8": _dense,
     "gemma3": _gemma3,
 }
 # What vLLM says where it runs a target, but not with a drafter.
@@ -136,6 +139,10 @@ def write_tiny_target(folder: Path, kind: str, seed: int = 0) -> Path:
     tiny_tokenizer().save_pretrained(folder)
     if kind == "fp8":
         _quantize(folder)
+    elif kind == "int8":
+        unquantized = folder.rename(folder.with_name(f"{folder.name}-float32"))
+        script = ROOT / "examples" / "quantize_int8.py"
+        subprocess.run([sys.executable, script, unquantized, folder], check=True)
     return folder
 
 

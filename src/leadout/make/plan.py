@@ -153,6 +153,8 @@ class Subject:
             block_size=self.config.block_size,
             anchors=self.config.anchors,
             length=length,
+            mlp_width=self.config.mlp_width,
+            candidates=self.config.candidates,
         )
         if "anchors" not in self.config.model_fields_set:
             anchors = choose_anchors(work, "disk", length - PROMPT_TOKENS)

@@ -338,6 +338,7 @@ def _write_shape(subject: Subject, settings: MakeSettings, folder: Path) -> None
         target_layer_ids=subject.taps,
         mask_token_id=mask,
         window=config.window,
+        mlp_width=config.mlp_width,
     )
     dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
     weights = {

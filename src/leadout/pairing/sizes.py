@@ -166,7 +166,7 @@ def sizes_from_config(config: Mapping[str, object], name: str) -> TargetSizes:
     )
 
 
-def shape_for(target: TargetSizes) -> DraftShape:
+def shape_for(target: TargetSizes, mlp_width: int | None = None) -> DraftShape:
     """The drafter's sizes: the target's own, where they suit a small dense decoder.
 
     A drafter's context is held in the server's KV cache for every token, so it gets grouped
@@ -180,7 +180,7 @@ def shape_for(target: TargetSizes) -> DraftShape:
         heads = min(_power_of_two_from(-(-hidden // dim)), _power_of_two_from(heads))
     wanted = MAX_KV_HEADS if target.latent is not None else min(target.num_kv_heads, MAX_KV_HEADS)
     kv_heads = max(count for count in range(1, wanted + 1) if heads % count == 0)
-    return DraftShape(hidden, target.mlp_width, heads, kv_heads, dim)
+    return DraftShape(hidden, mlp_width or target.mlp_width, heads, kv_heads, dim)
 
 
 def _usual_head_dim(hidden: int) -> int:

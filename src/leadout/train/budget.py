@@ -260,6 +260,8 @@ def _work_of(config: TrainConfig, sizes: TargetSizes, corpus: Corpus) -> Work:
         block_size=config.block_size,
         anchors=config.anchors,
         length=sum(corpus.lengths) / len(corpus.lengths),
+        mlp_width=config.mlp_width,
+        candidates=config.candidates,
     )
 
 

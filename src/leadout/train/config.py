@@ -31,6 +31,13 @@ class TrainConfig(Settings):
         panel="Drafter",
         ge=1,
     )
+    mlp_width: int | None = setting(
+        None,
+        "Width of the draft layers' MLPs; a narrow one makes a small file and a short draft. "
+        "[default: the target's]",
+        panel="Drafter",
+        ge=1,
+    )
     block_size: int = setting(
         8,
         "Tokens of a block: one that is known and the drafts that follow it.",

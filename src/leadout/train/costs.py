@@ -31,6 +31,7 @@ class Work:
     block_size: int
     anchors: int  # per sequence
     length: float  # mean tokens of a sequence
+    candidates: int | None = None  # tokens with scores (None: the whole vocabulary)
 
     @classmethod
     def of(
@@ -42,9 +43,12 @@ class Work:
         block_size: int,
         anchors: int,
         length: float,
+        mlp_width: int | None = None,
+        candidates: int | None = None,
     ) -> Work:
         """For a new drafter of the shape that `leadout train` chooses."""
-        return cls(target, shape_for(target), layers, taps, block_size, anchors, length)
+        shape = shape_for(target, mlp_width)
+        return cls(target, shape, layers, taps, block_size, anchors, length, candidates)
 
     @property
     def parameters(self) -> int:
@@ -68,12 +72,13 @@ class Work:
 
     @property
     def operations_per_block(self) -> float:
-        """The drafter's layers, and scores of drafts and teacher over the vocabulary."""
+        """The drafter's layers, and scores of drafts and teacher."""
         shape, slots = self.shape, self.block_size
         attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
         layer = attention + 3 * shape.hidden_size * shape.mlp_width
         scores = 2 * shape.num_heads * shape.head_dim * (self.length + slots)
-        head = (slots - 1) * self.target.vocab_size * self.target.hidden_size
+        tokens = min(self.candidates or self.target.vocab_size, self.target.vocab_size)
+        head = (slots - 1) * tokens * self.target.hidden_size
         return 6.0 * (slots * self.layers * (layer + scores) + head)
 
     def operations(self, source: StatesSource) -> float:

@@ -72,17 +72,19 @@ def new_config(
     target_layer_ids: Sequence[int],
     mask_token_id: int,
     window: int | None = None,
+    mlp_width: int | None = None,
 ) -> DrafterConfig:
     """A drafter of a shape that suits the target, all layers bidirectional over the whole context.
 
-    Layers with a window are causal: the form of published drafters, which vLLM reads. Only
-    config.json is read, so this works for targets that transformers cannot load.
+    Layers with a window are causal: the form of published drafters, which vLLM reads. The
+    MLPs are as wide as the target's unless `mlp_width` is given. Only config.json is read, so this
+    works for targets that transformers cannot load.
     """
     require_trainable(target)
     config, facts, shape = (
         read_any_config(target),
         read_target(target),
-        shape_for(read_sizes(target)),
+        shape_for(read_sizes(target), mlp_width),
     )
     rope = drafter_rope(config, str(target))
     assert rope is not None  # else the target would not be trainable

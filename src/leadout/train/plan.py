@@ -170,6 +170,7 @@ def work_of(run: Run, sizes: TargetSizes) -> Work:
         config.block_size,
         run.config.anchors,
         length,
+        run.config.candidates,
     )
 
 

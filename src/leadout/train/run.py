@@ -222,6 +222,7 @@ class Run:
             target_layer_ids=config.target_layer_ids,
             mask_token_id=config.mask_token_id,
             window=config.window,
+            mlp_width=config.mlp_width,
         )
         if config.initial == "random":
             self.drafter = new_drafter(self.drafter_config, config.seed)

@@ -43,6 +43,26 @@ def test_bytes_and_weights_by_hand() -> None:
     assert QWEN.target_operations == pytest.approx(2 * 6.95e9 * 2048, rel=0.01)
 
 
+def test_a_narrow_mlp_and_few_candidates_cost_less() -> None:
+    sizes = sizes_from_config(CONFIGS["Qwen3-8B"], "Qwen3-8B")
+    small = Work.of(
+        sizes,
+        layers=5,
+        taps=5,
+        block_size=8,
+        anchors=512,
+        length=2048.0,
+        mlp_width=4096,
+        candidates=8192,
+    )
+    assert QWEN.parameters - small.parameters == 5 * 3 * 4096 * (12288 - 4096)
+    layers = 6.0 * 8 * 5 * 3 * 4096 * (12288 - 4096)
+    head = 6.0 * 7 * 4096 * (151936 - 8192)
+    assert QWEN.operations_per_block - small.operations_per_block == layers + head
+    more = dataclasses.replace(QWEN, candidates=10**6)  # than the vocabulary has
+    assert more.operations_per_block == QWEN.operations_per_block
+
+
 def test_operations_agree_with_what_torch_counts(make_run: MakeRun, target_folder: object) -> None:
     run = make_run(anchors=6)
     work = dataclasses.replace(work_of(run, read_sizes(target_folder)), length=40.0)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -60,13 +61,19 @@ def test_the_mask_token_has_no_meaning_in_the_data() -> None:
         choose_mask_token(100, 100, {90, 95}, {90}, {95})
 
 
-def config_for(target: Path, layers: int = 3, ids: tuple[int, ...] = (1, 2, 3)) -> DrafterConfig:
+def config_for(
+    target: Path,
+    layers: int = 3,
+    ids: tuple[int, ...] = (1, 2, 3),
+    mlp_width: int | None = None,
+) -> DrafterConfig:
     return new_config(
         target,
         layers=layers,
         block_size=5,
         target_layer_ids=ids,
         mask_token_id=9,
+        mlp_width=mlp_width,
     )
 
 
@@ -78,6 +85,12 @@ def test_a_new_drafter_has_the_targets_sizes(target_folder: Path) -> None:
     assert config.rope.theta == target.rope_parameters["rope_theta"]
     assert config.target_num_layers == 6
     assert all(layer.window is None and not layer.causal for layer in config.layers)
+
+
+def test_the_mlp_can_be_narrower_than_the_targets(target_folder: Path) -> None:
+    config = config_for(target_folder, mlp_width=48)
+    assert config == dataclasses.replace(config_for(target_folder), intermediate_size=48)
+    assert new_drafter(config, seed=0).layers[0].mlp.gate_proj.weight.shape == (48, 64)
 
 
 def test_taps_beyond_the_target_are_rejected(target_folder: Path) -> None:

@@ -1,0 +1,98 @@
+"""Speed-up of the Qwen2.5-Coder-1.5B drafter over bare vLLM, one way of drafting after the other.
+
+    python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
+
+Memory holds three servers of this target: bare vLLM twice, which shows the error of the method, and
+one that drafts. They take turns within seconds. `--arm` chooses the ways of drafting: a fixed K,
+`tuned` (the lengths of `leadout tune`) or `live`. A second call continues where the first stopped,
+and the result has all arms measured so far. Writes results/bench/qwen2.5-coder-1.5b.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, write_result
+from leadout.bench.report import print_result
+from leadout.bench.results import BenchResult
+from leadout.bench.run import bench
+from leadout.bench.settings import BenchSettings
+from leadout.console import Progress
+
+RESULT = ROOT / "results" / "bench" / "qwen2.5-coder-1.5b.json"
+ARMS = ("1", "3", "5", "7", "tuned", "live")
+SETS = ("humaneval", "mbpp")
+OUTPUT_TOKENS = 128
+FLAGS = ("--dtype", "float32", "--max-model-len", "1024")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--arm", action="append", choices=ARMS)
+    parser.add_argument("--concurrency", type=int, action="append")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    arguments = parser.parse_args()
+    results = {arm: measure(arm, arguments) for arm in arguments.arm or ARMS}
+    merged: dict[str, Any] = {
+        "settings": {arm: found.settings.model_dump() for arm, found in results.items()},
+        "cells": [
+            {"against": arm, **cell.model_dump(exclude={"rounds"})}
+            for arm, found in results.items()
+            for cell in found.cells
+        ],
+        "bare_against_bare": [
+            {"against": arm, **each.model_dump()}
+            for arm, found in results.items()
+            for each in found.bare_against_bare
+        ],
+    }
+    write_result(RESULT, merged, target=arguments.target, drafter=arguments.drafter)
+
+
+def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
+    """Bare vLLM twice and one way of drafting."""
+    chosen: dict[str, Any] = (
+        {"draft": (str(arguments.drafter),), "draft_tokens": (int(arm),)}
+        if (arm.isdigit())
+        else {"tuned": tune(arguments)}
+    )
+    settings = BenchSettings(
+        target=str(arguments.target),
+        prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS),
+        concurrency=tuple(arguments.concurrency or (1, 4, 8, 16)),
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        turns="waves" if arm == "live" else "slices",
+        output_tokens=OUTPUT_TOKENS,
+        server_flags=FLAGS,
+        out=arguments.work / "bench" / arm,
+        resume=True,
+        live=arm == "live",
+        **chosen,
+    )
+    with Progress("bench") as progress:
+        result = bench(settings, progress)
+    print_result(result)
+    return result
+
+
+def tune(arguments: argparse.Namespace) -> Path:
+    tuned: Path = arguments.work / "tuned.json"
+    if not tuned.exists():
+        command = [sys.executable, "-m", "leadout", "tune", arguments.target, arguments.drafter]
+        flags = ["--max-batch", "16", "--out", tuned, *FLAGS]
+        subprocess.run([str(word) for word in [*command, *flags]], check=True)
+    return tuned
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Make the drafter of Qwen2.5-Coder-1.5B-Instruct in int8: states, training, reduced vocabulary.
+
+    python examples/make_qwen_coder.py QWEN
+    python examples/quantize_int8.py QWEN TARGET
+    python experiments/train_qwen.py TARGET PROMPTS_FOLDER WORK_FOLDER
+
+Trains on the answers in experiments/data/ (experiments/qwen_data.py wrote them), measures
+acceptance on the evaluation sets and writes results/train/qwen2.5-coder-1.5b.json. Every stage
+continues where an earlier call was interrupted. Two servers make the target's states, one on each
+core; training then uses both cores, and one server stays for texts whose states are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from common import ROOT, link_states
+from leadout.data.manifest import DataFolder
+from leadout.data.packed import unpack
+from leadout.evaluate.hidden_states import StatesOnDisk, announce
+from leadout.evaluate.ranks import Ranks
+from leadout.evaluate.served_states import states_from
+from leadout.pairing import read_target
+from leadout.train.config import TrainConfig
+from leadout.train.run import Run, complete_settings, read_corpus
+from qwen_data import PACKED, PROMPTS, prompts_again
+from train_smollm2 import ALONE, EVALUATION_SETS, RUN, run, write_result
+
+SETTINGS = ROOT / "examples" / "qwen2.5-coder-drafter.yaml"
+RESULT = ROOT / "results" / "train" / "qwen2.5-coder-1.5b.json"
+ALONE_RANK = Ranks(0, 1, torch.device("cpu"))
+STATES = "states"  # a folder like that of a run, which only has states
+LEADOUT = (sys.executable, "-m", "leadout")
+PORTS = (18311, 18312)
+START_SECONDS = 600
+SEQUENCES = 64  # whose states are asked for at a time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--minutes", type=float, help="of training (default: as in the settings)")
+    arguments = parser.parse_args()
+    target, work = arguments.target, arguments.work
+    sources = [str(arguments.prompts / name) for name in PROMPTS]
+    unpack(PACKED, work / "data", prompts_again(target, sources))
+    trained = work / RUN / "drafter"
+    if not trained.exists():
+        train(target, work, arguments.minutes)
+    drafter = work / "drafter"
+    if not drafter.exists():
+        words = [*LEADOUT, "convert", trained, drafter, "--to", "zlab", "--target", target]
+        count = TrainConfig.resolve({}, SETTINGS).candidates
+        run([*words, "--draft-vocab", count, "--frequent-in", work / "data"])
+    measured = work / "acceptance.json"
+    if not measured.exists():
+        sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
+        script = ROOT / "experiments" / "train_acceptance.py"
+        flags = ["--dtype", "float32", "--out", measured]
+        run([sys.executable, script, target, drafter, *sets, *flags])
+    write_result(RESULT, target, drafter, work, measured)
+
+
+def train(target: Path, work: Path, minutes: float | None) -> None:
+    """Compute the states of all samples, then train on them with two processes."""
+    settings = TrainConfig.resolve({}, SETTINGS)
+    data, vocab_size = DataFolder(work / "data"), read_target(target).vocab_size
+    corpus = read_corpus(data, target, settings, vocab_size)
+    settings = complete_settings(settings, target, corpus, vocab_size)
+    taps = settings.target_layer_ids
+    assert taps is not None
+    with ExitStack() as stack:
+        servers = [stack.enter_context(states_server(target, taps, core)) for core in (0, 1)]
+        urls = [wait_for(core, server) for core, server in enumerate(servers)]
+        with states_from(
+            urls,
+            target,
+            taps,
+            longest=settings.max_length,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ) as states:
+            filled = Run(target, corpus, settings, work / STATES, ALONE_RANK, states=states)
+            source = filled.source
+            assert isinstance(source, StatesOnDisk)
+            every = [*corpus.split.validation, *corpus.split.train]
+            started, done = time.monotonic(), 0
+            for first in range(0, len(every), SEQUENCES):
+                part = [filled.fetch(index) for index in every[first : first + SEQUENCES]]
+                announce(source, part)
+                for each in part:
+                    source.fill([each])
+                    done += len(each[1].tokens)
+                rate = done / (time.monotonic() - started)
+                print(f"states of {done:,} tokens, {rate:.0f} per second", flush=True)
+            filled.release()
+        servers[1].terminate()
+        servers[1].wait()
+        out = work / RUN
+        if not (out / "run").exists():
+            link_states(work / STATES, out)
+        resume = ["--resume"] if (out / "training.yaml").exists() else []
+        budget = [] if minutes is None else ["--minutes", minutes]
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        flags = ("--data", work / "data", "--out", out, "--config", SETTINGS, *budget)
+        server = ("--states-from", urls[0])
+        engine = ("--", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16")
+        ranks = ("--nproc-per-node", 2, "-m", "leadout", "train", target)
+        run([*torchrun, *ranks, *flags, *server, *resume, *engine])
+
+
+@contextmanager
+def states_server(
+    target: Path, taps: tuple[int, ...], core: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server of states that runs on one core."""
+    layers = [word for tap in taps for word in ("--layers", str(tap))]
+    command = [
+        *("taskset", "-c", str(core), *LEADOUT, "serve", str(target), "--states", *layers),
+        *("--port", str(PORTS[core]), "--dtype", "float32", "--max-model-len", "1025"),
+        "--enforce-eager",
+    ]
+    environment = {**os.environ, **ALONE, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    process = subprocess.Popen(command, env=environment)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_for(core: int, server: subprocess.Popen[bytes]) -> str:
+    """The URL of a server, once it answers."""
+    url, ends = f"http://127.0.0.1:{PORTS[core]}", time.monotonic() + START_SECONDS
+    while server.poll() is None and time.monotonic() < ends:
+        with suppress(OSError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return url
+        time.sleep(1)
+    sys.exit("a server of states did not start, see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""examples/quantize_int8.py: a copy with int8 matrices that is close to the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from support.models import ROOT
+
+SCRIPT = ROOT / "examples" / "quantize_int8.py"
+
+
+def test_matrices_are_int8_and_the_rest_is_unchanged(tiny_qwen3: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "int8"
+    subprocess.run([sys.executable, SCRIPT, tiny_qwen3, copy], check=True)
+    config = json.loads((copy / "config.json").read_text())
+    assert config.pop("quantization_config")["ignore"] == ["lm_head"]
+    assert config == json.loads((tiny_qwen3 / "config.json").read_text())
+    weights, quantized = (
+        load_file(tiny_qwen3 / "model.safetensors"),
+        load_file(copy / "model.safetensors"),
+    )
+    matrices = {name for name, tensor in quantized.items() if tensor.dtype == torch.int8}
+    assert matrices == {name for name in weights if name.endswith("_proj.weight")}
+    for name in matrices:
+        scale = quantized.pop(f"{name}_scale")  # [out, 1]
+        error = (quantized[name].float() * scale - weights[name].float()).abs()
+        assert (error <= scale / 2 + 1e-6).all()
+        assert quantized[name].abs().amax(dim=1).eq(127).all()
+    assert quantized.keys() == weights.keys()
+    assert all(torch.equal(quantized[name], weights[name]) for name in weights.keys() - matrices)
+
+
+def test_an_existing_folder_is_left_alone(tiny_qwen3: Path, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, tiny_qwen3, tmp_path], capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert "exists already; name a new folder" in ended.stderr
