@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from common import ROOT, link_states
+from common import ONE_THREAD, ROOT, link_states
 from leadout.data.manifest import DataFolder
 from leadout.data.packed import unpack
 from leadout.evaluate.hidden_states import StatesOnDisk, announce
@@ -34,7 +34,7 @@ from leadout.pairing import read_target
 from leadout.train.config import TrainConfig
 from leadout.train.run import Run, complete_settings, read_corpus
 from qwen_data import PACKED, PROMPTS, prompts_again
-from train_smollm2 import ALONE, EVALUATION_SETS, RUN, run, write_result
+from train_smollm2 import EVALUATION_SETS, RUN, run, write_result
 
 SETTINGS = ROOT / "examples" / "qwen2.5-coder-drafter.yaml"
 RESULT = ROOT / "results" / "train" / "qwen2.5-coder-1.5b.json"
@@ -52,6 +52,8 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--minutes", type=float, help="of training (default: as in the settings)")
+    parser.add_argument("--count", type=int, default=40, help="prompts of each evaluation set")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer to them")
     arguments = parser.parse_args()
     target, work = arguments.target, arguments.work
     sources = [str(arguments.prompts / name) for name in PROMPTS]
@@ -69,6 +71,7 @@ def main() -> None:
         sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
         script = ROOT / "experiments" / "train_acceptance.py"
         flags = ["--dtype", "float32", "--out", measured]
+        flags += ["--count", arguments.count, "--tokens", arguments.tokens]
         run([sys.executable, script, target, drafter, *sets, *flags])
     write_result(RESULT, target, drafter, work, measured)
 
@@ -132,7 +135,8 @@ def states_server(
         *("--port", str(PORTS[core]), "--dtype", "float32", "--max-model-len", "1025"),
         "--enforce-eager",
     ]
-    environment = {**os.environ, **ALONE, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # With the memory settings of `ALONE`, what was needed while loading would never be returned.
+    environment = {**os.environ, **ONE_THREAD}
     process = subprocess.Popen(command, env=environment)
     try:
         yield process

@@ -7,22 +7,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from support.models import ROOT
 
 SCRIPT = ROOT / "examples" / "quantize_int8.py"
 
 
-def test_matrices_are_int8_and_the_rest_is_unchanged(tiny_qwen3: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tiny_qwen3: PreTrainedModel, tmp_path: Path) -> Path:
+    tiny_qwen3.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_matrices_are_int8_and_the_rest_is_unchanged(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "int8"
-    subprocess.run([sys.executable, SCRIPT, tiny_qwen3, copy], check=True)
+    subprocess.run([sys.executable, SCRIPT, folder, copy], check=True)
     config = json.loads((copy / "config.json").read_text())
     assert config.pop("quantization_config")["ignore"] == ["lm_head"]
-    assert config == json.loads((tiny_qwen3 / "config.json").read_text())
+    assert config == json.loads((folder / "config.json").read_text())
     weights, quantized = (
-        load_file(tiny_qwen3 / "model.safetensors"),
+        load_file(folder / "model.safetensors"),
         load_file(copy / "model.safetensors"),
     )
     matrices = {name for name, tensor in quantized.items() if tensor.dtype == torch.int8}
@@ -36,9 +44,9 @@ def test_matrices_are_int8_and_the_rest_is_unchanged(tiny_qwen3: Path, tmp_path:
     assert all(torch.equal(quantized[name], weights[name]) for name in weights.keys() - matrices)
 
 
-def test_an_existing_folder_is_left_alone(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_left_alone(folder: Path, tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, SCRIPT, tiny_qwen3, tmp_path], capture_output=True, text=True
+        [sys.executable, SCRIPT, folder, tmp_path], capture_output=True, text=True
     )
     assert ended.returncode == 1
     assert "exists already; name a new folder" in ended.stderr
