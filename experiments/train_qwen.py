@@ -43,7 +43,7 @@ STATES = "states"  # a folder like that of a run, which only has states
 LEADOUT = (sys.executable, "-m", "leadout")
 PORTS = (18311, 18312)
 START_SECONDS = 600
-SEQUENCES = 64  # whose states are asked for at a time
+SEQUENCES = 64  # between reports
 
 
 def main() -> None:
@@ -98,16 +98,15 @@ def train(target: Path, work: Path, minutes: float | None) -> None:
             filled = Run(target, corpus, settings, work / STATES, ALONE_RANK, states=states)
             source = filled.source
             assert isinstance(source, StatesOnDisk)
-            every = [*corpus.split.validation, *corpus.split.train]
+            every = [filled.fetch(i) for i in (*corpus.split.validation, *corpus.split.train)]
+            announce(source, every)
             started, done = time.monotonic(), 0
-            for first in range(0, len(every), SEQUENCES):
-                part = [filled.fetch(index) for index in every[first : first + SEQUENCES]]
-                announce(source, part)
-                for each in part:
-                    source.fill([each])
-                    done += len(each[1].tokens)
-                rate = done / (time.monotonic() - started)
-                print(f"states of {done:,} tokens, {rate:.0f} per second", flush=True)
+            for number, item in enumerate(every, start=1):
+                source.fill([item])
+                done += len(item[1].tokens)
+                if number % SEQUENCES == 0:
+                    rate = done / (time.monotonic() - started)
+                    print(f"states of {done:,} tokens, {rate:.0f} per second", flush=True)
             filled.release()
         servers[1].terminate()
         servers[1].wait()
@@ -119,7 +118,7 @@ def train(target: Path, work: Path, minutes: float | None) -> None:
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
         flags = ("--data", work / "data", "--out", out, "--config", SETTINGS, *budget)
         server = ("--states-from", urls[0])
-        engine = ("--", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16")
+        engine = ("--", "--enforce-eager")
         ranks = ("--nproc-per-node", 2, "-m", "leadout", "train", target)
         run([*torchrun, *ranks, *flags, *server, *resume, *engine])
 
