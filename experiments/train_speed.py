@@ -27,7 +27,7 @@ COMMON = {
     "layers": 2,
     "max_length": 384,
     "learning_rate": 0.004,
-    "precision": "float32",
+    "precision": "bfloat16",  # the default
     "validation_sequences": 8,
     "states": "disk",
     "validate_every": 10**6,
