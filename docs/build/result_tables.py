@@ -239,6 +239,7 @@ def training() -> str:
     ranks = result("train/kill_ranks.json")
     kept = memory["states"]
     text, servers = result("data/kill.json"), result("data/endpoints.json")
+    speed = result("train/speed.json")["cases"]
     blocks = blocks_of(run)
     rows = [
         (
@@ -246,6 +247,14 @@ def training() -> str:
             f"{run['data_response_tokens']:,} tokens of {run['data_samples']:,} answers",
         ),
         ("training", f"{run['training_minutes']:.0f} minutes, {blocks:,} blocks"),
+        (
+            "blocks per second on a processor without bfloat16 instructions, over the version that "
+            "computed in bfloat16 there",
+            ", ".join(
+                f"{case['times_the_blocks_per_second']:.1f} times ({name})"
+                for name, case in speed.items()
+            ),
+        ),
         (
             "peak memory; with ten times the data",
             f"{kept['disk']['small']['peak_mib']:.0f} MiB, "

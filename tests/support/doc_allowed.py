@@ -109,7 +109,7 @@ BY_PAGE: dict[str, Allowed] = {
     ),
     "docs/reference/targets.md": (
         (r"Qwen2\.5-Coder-1\.5B-Instruct|DeepSeek-V3|Gemma 3|Qwen3", "names of models"),
-        (r"(?:MX)?FP[48] weights", "names of types"),
+        (r"(?:(?:MX)?FP[48]|int8) weights", "names of types"),
     ),
     "docs/scale.md": (
         # Arithmetic with bytes per token id, and the run of the table's last line.

