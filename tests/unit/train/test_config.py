@@ -27,7 +27,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     config = TrainConfig(target_layer_ids=(1, 2), patience=3, states="disk", warmup=0.0)
     config.write(tmp_path / "training.yaml")
     assert TrainConfig.resolve({}, tmp_path / "training.yaml") == config
-    assert (tmp_path / "training.yaml").read_text().startswith("layers: null\nmlp_width: null\nblock_size: 8\n")
+    text = (tmp_path / "training.yaml").read_text()
+    assert text.startswith("layers: null\nmlp_width: null\nblock_size: 8\n")
 
 
 @pytest.mark.parametrize(
