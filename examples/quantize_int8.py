@@ -3,9 +3,9 @@
     python examples/quantize_int8.py MODEL_FOLDER DESTINATION
 
 Weights of the decoder layers' matrices get one scale per output row, activations one per token
-while the model runs; embeddings, norms and head stay as they are. vLLM serves it as it is. On
-processors with VNNI instructions its matrix products take a third of the time of float32, and
-eight tokens of a step cost little more than one.
+while the model runs; embeddings, norms and head stay as they are. For dense models: routers of
+mixtures of experts would have to be named under `ignore`. vLLM serves the copy as any model. On
+processors with VNNI instructions its matrix products are faster than in float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -86,5 +86,7 @@ if __name__ == "__main__":
     source, destination = Path(sys.argv[1]), Path(sys.argv[2])
     if destination.exists():
         sys.exit(f"{destination} exists already; name a new folder or remove it first")
+    if not any(source.glob("*.safetensors")):
+        sys.exit(f"{source} has no .safetensors files; name the folder of a model")
     quantize(source, destination)
     print(f"wrote {destination}")

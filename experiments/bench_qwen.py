@@ -3,9 +3,9 @@
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
 Memory holds three servers of this target: bare vLLM twice, which shows the error of the method, and
-one that drafts. They take turns within seconds. `--arm` chooses the ways of drafting: a fixed K,
-`tuned` (the lengths of `leadout tune`) or `live`. A second call continues where the first stopped,
-and the result has all arms measured so far. Writes results/bench/qwen2.5-coder-1.5b.json.
+one that drafts. They take turns within seconds. `--arm` chooses the ways of drafting: a fixed K, or
+`tuned` (the lengths of `leadout tune`); `live` would need a fourth server. A second call continues
+where the first stopped. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from leadout.bench.settings import BenchSettings
 from leadout.console import Progress
 
 RESULT = ROOT / "results" / "bench" / "qwen2.5-coder-1.5b.json"
-ARMS = ("1", "3", "5", "7", "tuned", "live")
+ARMS = ("1", "3", "5", "7", "tuned")
 SETS = ("humaneval", "mbpp")
 OUTPUT_TOKENS = 128
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024")
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("drafter", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--arm", action="append", choices=ARMS)
+    parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; default: all")
     parser.add_argument("--concurrency", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=6.0)
@@ -60,23 +60,21 @@ def main() -> None:
 
 def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
     """Bare vLLM twice and one way of drafting."""
-    chosen: dict[str, Any] = (
-        {"draft": (str(arguments.drafter),), "draft_tokens": (int(arm),)}
-        if (arm.isdigit())
-        else {"tuned": tune(arguments)}
-    )
+    if arm == "tuned":
+        chosen: dict[str, Any] = {"tuned": tune(arguments)}
+    else:
+        chosen = {"draft": (str(arguments.drafter),), "draft_tokens": (int(arm),)}
     settings = BenchSettings(
         target=str(arguments.target),
         prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS),
         concurrency=tuple(arguments.concurrency or (1, 4, 8, 16)),
         rounds=arguments.rounds,
         seconds=arguments.seconds,
-        turns="waves" if arm == "live" else "slices",
+        turns="slices",
         output_tokens=OUTPUT_TOKENS,
         server_flags=FLAGS,
         out=arguments.work / "bench" / arm,
         resume=True,
-        live=arm == "live",
         **chosen,
     )
     with Progress("bench") as progress:

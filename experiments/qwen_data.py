@@ -57,8 +57,11 @@ def main() -> None:
     if packed.exists():
         unpack(packed, data, prompts_again(arguments.target, sources))
     if not arguments.unpack:
-        generate(arguments, data, sources)
-        pack_answers(data, packed)
+        try:
+            generate(arguments, data, sources)
+        finally:  # also if it was interrupted
+            if any(data.glob("manifest-*.json")):
+                pack_answers(data, packed)
     found = DataFolder(data)
     print(f"{data}: {len(found.samples())} answers of {found.response_tokens:,} tokens")
 

@@ -38,7 +38,7 @@ from train_smollm2 import EVALUATION_SETS, RUN, run, write_result
 
 SETTINGS = ROOT / "examples" / "qwen2.5-coder-drafter.yaml"
 RESULT = ROOT / "results" / "train" / "qwen2.5-coder-1.5b.json"
-ALONE_RANK = Ranks(0, 1, torch.device("cpu"))
+THIS_PROCESS = Ranks(0, 1, torch.device("cpu"))
 STATES = "states"  # a folder like that of a run, which only has states
 LEADOUT = (sys.executable, "-m", "leadout")
 PORTS = (18311, 18312)
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--minutes", type=float, help="of training (default: as in the settings)")
+    parser.add_argument("--epochs", type=float, default=6, help="passes over the answers")
     parser.add_argument("--count", type=int, default=40, help="prompts of each evaluation set")
     parser.add_argument("--tokens", type=int, default=200, help="of each answer to them")
     arguments = parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> None:
     unpack(PACKED, work / "data", prompts_again(target, sources))
     trained = work / RUN / "drafter"
     if not trained.exists():
-        train(target, work, arguments.minutes)
+        train(target, work, arguments.epochs)
     drafter = work / "drafter"
     if not drafter.exists():
         words = [*LEADOUT, "convert", trained, drafter, "--to", "zlab", "--target", target]
@@ -76,7 +76,7 @@ def main() -> None:
     write_result(RESULT, target, drafter, work, measured)
 
 
-def train(target: Path, work: Path, minutes: float | None) -> None:
+def train(target: Path, work: Path, epochs: float) -> None:
     """Compute the states of all samples, then train on them with two processes."""
     settings = TrainConfig.resolve({}, SETTINGS)
     data, vocab_size = DataFolder(work / "data"), read_target(target).vocab_size
@@ -95,7 +95,7 @@ def train(target: Path, work: Path, minutes: float | None) -> None:
             dtype=torch.float32,
             device=torch.device("cpu"),
         ) as states:
-            filled = Run(target, corpus, settings, work / STATES, ALONE_RANK, states=states)
+            filled = Run(target, corpus, settings, work / STATES, THIS_PROCESS, states=states)
             source = filled.source
             assert isinstance(source, StatesOnDisk)
             every = [filled.fetch(i) for i in (*corpus.split.validation, *corpus.split.train)]
@@ -114,9 +114,8 @@ def train(target: Path, work: Path, minutes: float | None) -> None:
         if not (out / "run").exists():
             link_states(work / STATES, out)
         resume = ["--resume"] if (out / "training.yaml").exists() else []
-        budget = [] if minutes is None else ["--minutes", minutes]
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-        flags = ("--data", work / "data", "--out", out, "--config", SETTINGS, *budget)
+        flags = ("--data", work / "data", "--out", out, "--config", SETTINGS, "--epochs", epochs)
         server = ("--states-from", urls[0])
         engine = ("--", "--enforce-eager")
         ranks = ("--nproc-per-node", 2, "-m", "leadout", "train", target)

@@ -44,6 +44,14 @@ def test_matrices_are_int8_and_the_rest_is_unchanged(folder: Path, tmp_path: Pat
     assert all(torch.equal(quantized[name], weights[name]) for name in weights.keys() - matrices)
 
 
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, tmp_path, tmp_path / "int8"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "has no .safetensors files; name the folder of a model" in ended.stderr
+    assert not (tmp_path / "int8").exists()
+
+
 def test_an_existing_folder_is_left_alone(folder: Path, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, SCRIPT, folder, tmp_path], capture_output=True, text=True

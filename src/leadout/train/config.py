@@ -33,7 +33,7 @@ class TrainConfig(Settings):
     )
     mlp_width: int | None = setting(
         None,
-        "Width of the draft layers' MLPs; a narrow one makes a small file and a short draft. "
+        "Width of the draft layers' MLPs; narrow ones make a smaller file and faster drafts. "
         "[default: the target's]",
         panel="Drafter",
         ge=1,
