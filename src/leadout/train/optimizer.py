@@ -25,6 +25,9 @@ ADAM_BETAS = (0.9, 0.95)
 MUON_MOMENTUM = 0.95
 # From this ratio of the sides of a matrix on, iterations without its long side take less time.
 LONG = 2
+# Rows of the parts in which a symmetric product is computed, at least; smaller ones are slower.
+PART_ROWS = 256
+MAX_PARTS = 4
 
 
 def make_optimizers(
@@ -131,20 +134,32 @@ def orthogonalized(
     found = found / found.norm().clamp(min=1e-7)
     shorter, longer = found.shape
     if longer > LONG * shorter:
-        gram, product = found @ found.T, None
+        gram, product = symmetric_product(found, found.T), None
         for number in range(iterations):
-            factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+            factor = symmetric_product(gram, gram).mul_(quintic).add_(gram, alpha=cubic)
             factor.diagonal().add_(linear)
             product = factor if product is None else factor @ product
             if number + 1 < iterations:
-                gram = factor @ gram @ factor
+                gram = symmetric_product(factor @ gram, factor)
         found = found if product is None else product @ found
     else:
         for _ in range(iterations):
-            gram = found @ found.T
-            factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+            gram = symmetric_product(found, found.T)
+            factor = symmetric_product(gram, gram).mul_(quintic).add_(gram, alpha=cubic)
             found = torch.addmm(found, factor, found, beta=linear)
     return (found.T if is_tall else found).contiguous()
+
+
+def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """`left` [n, m] times `right` [m, n] where the result is symmetric: computes its upper part."""
+    rows = len(left)
+    size = max(PART_ROWS, -(-rows // MAX_PARTS))
+    product = left.new_empty(rows, rows)
+    for first in range(0, rows, size):
+        last = min(first + size, rows)
+        torch.mm(left[first:last], right[:, first:], out=product[first:last, first:])
+        product[last:, first:last] = product[first:last, last:].T
+    return product
 
 
 def share_out(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[int]:

@@ -14,7 +14,13 @@ from torch import nn
 from torch.optim import Muon
 
 from leadout.train.config import TrainConfig
-from leadout.train.optimizer import learning_rate_at, make_optimizers, orthogonalized, share_out
+from leadout.train.optimizer import (
+    learning_rate_at,
+    make_optimizers,
+    orthogonalized,
+    share_out,
+    symmetric_product,
+)
 from support.rank_parts import SHAPES, make_muon, matrices, train_with
 from support.torchrun import torchrun
 
@@ -54,7 +60,9 @@ def test_on_cpus_muon_is_torchs_in_float32() -> None:
         assert (ours[name] - torchs[name]).norm() < 0.05 * moved
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (24, 40), (24, 64), (64, 24), (16, 160)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(24, 24), (24, 40), (24, 64), (64, 24), (16, 160), (300, 900)], ids=str
+)
 def test_long_matrices_are_orthogonalized_as_others_are(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     few = torch.randn(shape[0], 3) @ torch.randn(3, shape[1])  # large directions of a gradient
@@ -71,6 +79,15 @@ def test_long_matrices_are_orthogonalized_as_others_are(shape: tuple[int, int]) 
     assert (found - expected).norm() < 1e-3 * expected.norm()
     values = torch.linalg.svdvals(found)[:3]
     assert ((values > 0.5) & (values < 1.5)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 255, 257, 600, 1300])
+def test_a_product_of_which_half_is_computed_is_whole(rows: int) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(rows, 64, dtype=torch.float64)
+    found = symmetric_product(matrix, matrix.T)
+    assert torch.equal(found, found.T)
+    torch.testing.assert_close(found, matrix @ matrix.T)
 
 
 def test_every_rank_has_about_the_same_work() -> None:
