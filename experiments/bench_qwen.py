@@ -49,6 +49,9 @@ def main() -> None:
             for arm, found in results.items()
             for cell in found.cells
         ],
+        "geometric_means": [
+            each.model_dump() for found in results.values() for each in found.geometric_means
+        ],
         "bare_against_bare": [
             {"against": arm, **each.model_dump()}
             for arm, found in results.items()

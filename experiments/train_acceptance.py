@@ -1,17 +1,22 @@
-"""Acceptance length of a drafter on prompt sets: served by vLLM, and predicted for the same texts.
+"""Acceptance length of a drafter on prompt sets: served by vLLM, and predicted.
 
     python experiments/train_acceptance.py TARGET DRAFTER PROMPTS.jsonl ... --out FILE
 
-Greedy, K = B-1, the first turn of each prompt through the target's chat template.
+Greedy, K = B-1, the first turn of each prompt through the target's chat template. `predicted` is
+computed offline for the texts that were served, with an interval over texts; it shows that engine
+and reference agree. `ahead` is a prediction in earnest: the acceptance computed on every second
+text, and what vLLM accepts on the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.progress import track
 
@@ -19,13 +24,20 @@ from leadout.checkpoints import load_drafter
 from leadout.data.chat import Chat
 from leadout.data.prompts import read_prompts, source_name
 from leadout.engine.offline import TextEngine, TextRequest
-from leadout.evaluate.acceptance import DraftHead, accepted_drafts, summarise
+from leadout.evaluate.acceptance import (
+    AcceptedDrafts,
+    DraftHead,
+    accepted_drafts,
+    along_decoding,
+    summarise,
+)
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.hidden_states import StateSource
 from leadout.evaluate.reference import reference_target
 from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.models import fingerprint
 from leadout.provenance import Provenance, RunStart
+from leadout.stats import Interval, ratio_interval
 
 DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -50,6 +62,7 @@ def main() -> None:
         del found["texts"]
         found.update(predicted[name])
         found["difference"] = abs(found["predicted"] / found["served"] - 1)
+        found["ahead"]["served"] = found.pop("served_second_half")
     models = {"target": arguments.target, "drafter": arguments.drafter}
     made = Provenance.of_this_run({r: fingerprint(f) for r, f in models.items()}, started)
     result = {
@@ -78,22 +91,42 @@ def serve(arguments: Any) -> dict[str, dict[str, Any]]:
         name = source_name(source)
         tokens = [chat.prompt(prompt.turns[:1]) for prompt in spread(source, arguments.count)]
         tokens = [prompt for prompt in tokens if len(prompt) + arguments.tokens <= MAX_LENGTH]
-        before = numbers(engine)
-        asks = [
-            TextRequest(f"{name}/{i}", prompt, arguments.tokens) for i, prompt in enumerate(tokens)
+        halves = [
+            complete(engine, [*enumerate(tokens)][first::2], name, arguments.tokens)
+            for first in (0, 1)
         ]
-        answers = engine.complete(asks)
-        steps, accepted, *places = (
-            now - then for now, then in zip(numbers(engine), before, strict=True)
-        )
+        counts = [half.counts for half in halves]
+        steps, accepted, *places = (sum(pair) for pair in zip(*counts, strict=True))
+        answers = [answer for half in halves for answer in half.answers]
         found[name] = {
             "prompts": len(tokens),
-            "tokens": sum(len(answer.tokens) for answer in answers),
+            "tokens": sum(map(len, answers)),
             "served": 1 + accepted / steps,
+            "served_second_half": 1 + counts[1][1] / counts[1][0],
             "served_by_position": [place / steps for place in places],
-            "texts": [(p, answer.tokens) for p, answer in zip(tokens, answers, strict=True)],
+            "texts": [
+                list(zip(tokens[first::2], half.answers, strict=True))
+                for first, half in enumerate(halves)
+            ],
         }
     return found
+
+
+class Half(NamedTuple):
+    """Every second prompt of a set."""
+
+    counts: list[int]  # decoding steps, accepted drafts, accepted drafts at each place
+    answers: list[list[int]]
+
+
+def complete(
+    engine: TextEngine, prompts: Sequence[tuple[int, list[int]]], name: str, tokens: int
+) -> Half:
+    before = numbers(engine)
+    asks = [TextRequest(f"{name}/{number}", prompt, tokens) for number, prompt in prompts]
+    answers = [list(answer.tokens) for answer in engine.complete(asks)]
+    counts = [now - then for now, then in zip(numbers(engine), before, strict=True)]
+    return Half(counts, answers)
 
 
 def spread(source: str, count: int) -> list[Any]:
@@ -128,17 +161,31 @@ def predict(arguments: Any, served: dict[str, dict[str, Any]]) -> dict[str, dict
 def predicted(
     forward: BlockForward, head: DraftHead, source: StateSource, name: str, texts: list[Any]
 ) -> dict[str, Any]:
-    sequences = [
-        TrainingSequence(f"{name}/{i}", name, torch.tensor([*prompt, *answer]), len(prompt))
-        for i, (prompt, answer) in enumerate(texts)
-    ]
     size = forward.drafter.config.block_size
-    drafts = accepted_drafts(forward, head, source, list(enumerate(sequences)), size)
-    overall = summarise(drafts, size).overall
+    halves = []
+    for part, half in enumerate(texts):
+        sequences = [
+            TrainingSequence(
+                f"{name}/{part}/{i}", name, torch.tensor([*prompt, *answer]), len(prompt)
+            )
+            for i, (prompt, answer) in enumerate(half)
+        ]
+        halves.append(accepted_drafts(forward, head, source, list(enumerate(sequences)), size))
+    both = [*halves[0], *halves[1]]
+    overall, ahead = (summarise(drafts, size).overall for drafts in (both, halves[0]))
     return {
         "predicted": overall.acceptance_length,
+        "predicted_interval": interval(both).model_dump(),
         "predicted_by_position": overall.by_position,
+        "ahead": {"predicted": ahead.acceptance_length},
     }
+
+
+def interval(drafts: Sequence[AcceptedDrafts]) -> Interval:
+    """The acceptance length over texts."""
+    steps = [along_decoding(each.counts) for each in drafts]
+    tokens = np.array([sum(each) + len(each) for each in steps], dtype=np.float64)
+    return ratio_interval(tokens, np.array([len(each) for each in steps], dtype=np.float64))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, SHIPPED, provenance
 from leadout.data.manifest import DataFolder
@@ -118,12 +119,22 @@ def write_result(path: Path, target: Path, drafter: Path, work: Path, measured: 
         "training_minutes": report["minutes"],
         "served_acceptance_length": {name: each["served"] for name, each in acceptance.items()},
         "acceptance": acceptance,
+        "ahead": mean_ahead(acceptance),
         "runs": [
             {"settings": report["config"], "minutes": report["minutes"], **curves(work / RUN)}
         ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def mean_ahead(acceptance: dict[str, Any]) -> dict[str, float]:
+    """Acceptance length predicted on other texts and served, as means over all sets."""
+    found = {
+        key: sum(each["ahead"][key] for each in acceptance.values()) / len(acceptance)
+        for key in ("predicted", "served")
+    }
+    return {**found, "difference": abs(found["predicted"] / found["served"] - 1)}
 
 
 def curves(run: Path) -> dict[str, object]:
