@@ -151,9 +151,19 @@ def _anchors(sequence: TrainingSequence, block_size: int) -> Tensor:
 
 
 def _leading_matches(hidden: Tensor, labels: Tensor, head: DraftHead) -> Tensor:
-    """The number of leading drafts that equal the labels [blocks, B-1], for each block."""
-    drafts = head.drafts(hidden.flatten(0, 1))
-    return (drafts.view_as(labels) == labels).long().cumprod(-1).sum(-1)
+    """The number of leading drafts that equal the labels [blocks, B-1], for each block.
+
+    Slot by slot, because only blocks that have matched so far need the next slot's scores, and the
+    head is most of the cost if the vocabulary is large.
+    """
+    counts = torch.zeros(len(labels), dtype=torch.int64, device=labels.device)
+    left = torch.arange(len(labels), device=labels.device)
+    for slot in range(labels.shape[1]):
+        if not len(left):
+            break
+        left = left[head.drafts(hidden[left, slot]) == labels[left, slot]]
+        counts[left] += 1
+    return counts
 
 
 class Acceptance(BaseModel, extra="forbid", frozen=True):
