@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -38,6 +39,10 @@ from train_smollm2 import EVALUATION_SETS, RUN, run, write_result
 
 SETTINGS = ROOT / "examples" / "qwen2.5-coder-drafter.yaml"
 RESULT = ROOT / "results" / "train" / "qwen2.5-coder-1.5b.json"
+REDUCED = """
+Its output head has been reduced to the most frequent tokens of this text
+(`leadout convert --draft-vocab`); the numbers above are those before that.
+"""
 THIS_PROCESS = Ranks(0, 1, torch.device("cpu"))
 STATES = "states"  # a folder like that of a run, which only has states
 LEADOUT = (sys.executable, "-m", "leadout")
@@ -63,9 +68,15 @@ def main() -> None:
         train(target, work, arguments.epochs)
     drafter = work / "drafter"
     if not drafter.exists():
-        words = [*LEADOUT, "convert", trained, drafter, "--to", "zlab", "--target", target]
-        count = TrainConfig.resolve({}, SETTINGS).candidates
-        run([*words, "--draft-vocab", count, "--frequent-in", work / "data"])
+        # The name of the target is written into the drafter, so no path of this machine.
+        words = [*LEADOUT, "convert", trained.resolve(), drafter.resolve(), "--to", "speculators"]
+        words += ["--draft-vocab", TrainConfig.resolve({}, SETTINGS).candidates]
+        words += ["--target", target.name, "--frequent-in", (work / "data").resolve()]
+        run(words, folder=target.parent)
+        for name in ("training.json", "curves.svg"):
+            shutil.copy(trained / name, drafter)
+        card = (trained / "README.md").read_text()
+        (drafter / "README.md").write_text(card + REDUCED)
     measured = work / "acceptance.json"
     if not measured.exists():
         sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]

@@ -97,9 +97,9 @@ def train(target: Path, work: Path) -> None:
     run([*torchrun, *ranks, "-m", "leadout", "train", target, *flags, *resume])
 
 
-def run(command: list[object]) -> None:
+def run(command: list[object], folder: Path | None = None) -> None:
     arguments = [str(word) for word in command]
-    if subprocess.run(arguments, env={**os.environ, **ALONE}).returncode:
+    if subprocess.run(arguments, env={**os.environ, **ALONE}, cwd=folder).returncode:
         sys.exit(f"failed: {' '.join(arguments)}")
 
 
