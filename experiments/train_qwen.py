@@ -1,4 +1,4 @@
-"""Make the drafter of Qwen2.5-Coder-1.5B-Instruct in int8: states, training, reduced vocabulary.
+"""Make the drafter of Qwen2.5-Coder-1.5B-Instruct in int8: states, training, acceptance.
 
     python examples/make_qwen_coder.py QWEN
     python examples/quantize_int8.py QWEN TARGET
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -39,10 +38,6 @@ from train_smollm2 import EVALUATION_SETS, RUN, run, write_result
 
 SETTINGS = ROOT / "examples" / "qwen2.5-coder-drafter.yaml"
 RESULT = ROOT / "results" / "train" / "qwen2.5-coder-1.5b.json"
-REDUCED = """
-Its output head has been reduced to the most frequent tokens of this text
-(`leadout convert --draft-vocab`); the numbers above are those before that.
-"""
 THIS_PROCESS = Ranks(0, 1, torch.device("cpu"))
 STATES = "states"  # a folder like that of a run, which only has states
 LEADOUT = (sys.executable, "-m", "leadout")
@@ -63,20 +58,9 @@ def main() -> None:
     target, work = arguments.target, arguments.work
     sources = [str(arguments.prompts / name) for name in PROMPTS]
     unpack(PACKED, work / "data", prompts_again(target, sources))
-    trained = work / RUN / "drafter"
-    if not trained.exists():
-        train(target, work, arguments.epochs)
-    drafter = work / "drafter"
+    drafter = work / RUN / "drafter"
     if not drafter.exists():
-        # The name of the target is written into the drafter, so no path of this machine.
-        words = [*LEADOUT, "convert", trained.resolve(), drafter.resolve(), "--to", "speculators"]
-        words += ["--draft-vocab", TrainConfig.resolve({}, SETTINGS).candidates]
-        words += ["--target", target.name, "--frequent-in", (work / "data").resolve()]
-        run(words, folder=target.parent)
-        for name in ("training.json", "curves.svg"):
-            shutil.copy(trained / name, drafter)
-        card = (trained / "README.md").read_text()
-        (drafter / "README.md").write_text(card + REDUCED)
+        train(target, work, arguments.epochs)
     measured = work / "acceptance.json"
     if not measured.exists():
         sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
@@ -126,11 +110,12 @@ def train(target: Path, work: Path, epochs: float) -> None:
             link_states(work / STATES, out)
         resume = ["--resume"] if (out / "training.yaml").exists() else []
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-        flags = ("--data", work / "data", "--out", out, "--config", SETTINGS, "--epochs", epochs)
-        server = ("--states-from", urls[0])
+        flags = ("--data", (work / "data").resolve(), "--out", out.resolve(), "--epochs", epochs)
+        server = ("--config", SETTINGS, "--states-from", urls[0])
         engine = ("--", "--enforce-eager")
-        ranks = ("--nproc-per-node", 2, "-m", "leadout", "train", target)
-        run([*torchrun, *ranks, *flags, *server, *resume, *engine])
+        # The name of the target is written into the drafter, so it is no path of this machine.
+        ranks = ("--nproc-per-node", 2, "-m", "leadout", "train", target.name)
+        run([*torchrun, *ranks, *flags, *server, *resume, *engine], folder=target.parent)
 
 
 @contextmanager

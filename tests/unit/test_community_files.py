@@ -70,18 +70,12 @@ def test_commands_and_files_that_are_named_exist() -> None:
         assert (ROOT / "".join(name)).is_file(), name
 
 
-def test_the_citation_is_of_this_project_and_of_the_paper() -> None:
+def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["authors"] == [{"name": "The Leadout authors"}]
     (paper,) = citation["references"]
     assert paper["title"].startswith("DFlash: ")
     assert "2602.06036" in paper["url"]
-
-
-def test_changelog_citation_and_package_have_the_same_version() -> None:
-    released = re.search(r"^## (\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert released is not None
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    dated = (str(citation["version"]), str(citation["date-released"]))
-    assert dated == released.groups()
-    assert __version__ == released[1]
+    released = (ROOT / "CHANGELOG.md").read_text()
+    assert citation["version"] == __version__
+    assert f"## {__version__} - {citation['date-released']}\n" in released

@@ -17,9 +17,12 @@ def train(
         Path | None, typer.Option(help="YAML file with settings; flags override it.")
     ] = None,
     to: Annotated[
-        Literal["zlab", "speculators"],
-        typer.Option("--format", help="File format of the drafter.", show_default=True),
-    ] = "zlab",
+        Literal["zlab", "speculators"] | None,
+        typer.Option(
+            "--format",
+            help="File format of the drafter. [default: zlab; speculators with --draft-vocab]",
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(

@@ -19,7 +19,7 @@ from pathlib import Path
 from leadout.check.page import page as check_page
 from leadout.check.payoff import payoff
 from leadout.check.result import CheckResult, Verdict
-from leadout.checkpoints import write_checkpoint
+from leadout.checkpoints import Format, write_checkpoint
 from leadout.console import Progress
 from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.data.manifest import Manifest
@@ -339,11 +339,14 @@ def _write_shape(subject: Subject, settings: MakeSettings, folder: Path) -> None
         mask_token_id=mask,
         window=config.window,
         mlp_width=config.mlp_width,
+        draft_vocab=config.draft_vocab,
     )
     dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
     weights = {
-        name: tensor.to(dtype) for name, tensor in new_drafter(shape, seed=0).state_dict().items()
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in new_drafter(shape, seed=0).state_dict().items()
     }
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted attempt
     folder.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(folder, weights, shape, "zlab", target_name=settings.target)
+    to: Format = "zlab" if config.draft_vocab is None else "speculators"
+    write_checkpoint(folder, weights, shape, to, target_name=settings.target)

@@ -100,17 +100,19 @@ def train(
     out: Path,
     config: TrainConfig,
     *,
-    to: Format = "zlab",
+    to: Format | None = None,
     resume: bool = False,
     trackers: Sequence[str] = (),
     vllm_flags: Sequence[str] = (),
 ) -> TrainReport | None:
     """Train a drafter for `target` on `data` into the folder `out`.
 
-    `vllm_flags` go to every engine that is started for it. Returns None on all
-    ranks but the leader.
+    `to` is the format of its file, by default that of z-lab unless the draft vocabulary is reduced.
+    `vllm_flags` go to every engine that is started for it. Returns None on all ranks but the
+    leader.
     """
     started = RunStart.now()
+    to = _format(to, config)
     trackers = require_trackers(trackers)
     require_writable("--out", out)
     require_engine_flags(target, vllm_flags)
@@ -155,6 +157,17 @@ def train(
         raise StoppedError(
             f"Stopped after training, before the drafter was verified; continue with `{again}`."
         ) from None
+
+
+def _format(to: Format | None, config: TrainConfig) -> Format:
+    if config.draft_vocab is None:
+        return to or "zlab"
+    if to == "zlab":
+        raise TrainError(
+            f"--draft-vocab {config.draft_vocab} requires --format speculators: the zlab format "
+            "has no draft vocabulary."
+        )
+    return "speculators"
 
 
 def plan(

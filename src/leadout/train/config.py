@@ -38,6 +38,14 @@ class TrainConfig(Settings):
         panel="Drafter",
         ge=1,
     )
+    draft_vocab: int | None = setting(
+        None,
+        "Let the drafter draft only the most frequent tokens of the answers, this many, with an "
+        "output head for them; with a large vocabulary the target's head is most of the cost of "
+        "drafting. [default: the whole vocabulary]",
+        panel="Drafter",
+        ge=1,
+    )
     block_size: int = setting(
         8,
         "Tokens of a block: one that is known and the drafts that follow it.",

@@ -14,7 +14,6 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from leadout.checkpoints import Format, load_drafter, write_checkpoint
-from leadout.checkpoints.tensors import DRAFT_TO_TARGET
 from leadout.data.manifest import DataFolder
 from leadout.data.prompt_record import PromptRecord
 from leadout.engine.offline import SessionRequest, run_session
@@ -28,13 +27,12 @@ from leadout.evaluate.acceptance import (
 )
 from leadout.evaluate.blocks import BlockForward, TrainingSequence
 from leadout.evaluate.reference import reference_device, reference_target
-from leadout.evaluate.target_weights import HEAD, TargetFiles, load_target_weights
+from leadout.evaluate.target_weights import TargetFiles, load_target_weights
 from leadout.files import replacing, write_text
 from leadout.models import hub_name, last_part
 from leadout.provenance import Provenance
 from leadout.train.budget import Budget, Outlook
 from leadout.train.config import TrainConfig
-from leadout.train.init import load_copied_head
 from leadout.train.progress import Curves, Record, curves_of
 from leadout.train.run import Corpus, Run, evenly_spaced
 from leadout.train.state import load_best
@@ -230,9 +228,8 @@ def write_best(
     partial = folder.with_name(f".{folder.name}.partial")
     precision = getattr(torch, run.config.precision)
     weights = {name: tensor.to(precision) for name, tensor in load_best(run.folder).items()}
-    if run.drafter_config.own_head:
-        copied = load_copied_head(Path(run.config.initial))
-        weights |= {HEAD: copied.rows.to(precision), DRAFT_TO_TARGET: copied.mapping}
+    if run.copied_head is not None:
+        weights |= run.copied_head.tensors(precision)
     shutil.rmtree(partial, ignore_errors=True)
     shape = run.drafter_config
     write_checkpoint(

@@ -73,12 +73,14 @@ def new_config(
     mask_token_id: int,
     window: int | None = None,
     mlp_width: int | None = None,
+    draft_vocab: int | None = None,
 ) -> DrafterConfig:
     """A drafter of a shape that suits the target, all layers bidirectional over the whole context.
 
     Layers with a window are causal: the form of published drafters, which vLLM reads. The
-    MLPs are as wide as the target's unless `mlp_width` is given. Only config.json is read, so this
-    works for targets that transformers cannot load.
+    MLPs are as wide as the target's unless `mlp_width` is given. With `draft_vocab` the drafter has
+    an output head of its own for so many tokens. Only config.json is read, so this works for
+    targets that transformers cannot load.
     """
     require_trainable(target)
     config, facts, shape = (
@@ -104,7 +106,14 @@ def new_config(
         vocab_size=facts.vocab_size,
         mask_token_id=mask_token_id,
         block_size=block_size,
+        own_head=draft_vocab is not None,
+        draft_vocab_size=draft_vocab,
     )
+
+
+def without_copied_head(config: DrafterConfig) -> DrafterConfig:
+    """The part of a drafter that is trained: a reduced head is a copy of the target's rows."""
+    return dataclasses.replace(config, own_head=False, draft_vocab_size=None)
 
 
 def new_drafter(config: DrafterConfig, seed: int) -> Drafter:
@@ -118,22 +127,22 @@ def new_drafter(config: DrafterConfig, seed: int) -> Drafter:
 
 
 def trained_drafter(config: DrafterConfig, folder: Path) -> Drafter:
-    """The weights of a trained drafter; only its block size may differ.
+    """The weights of a trained drafter; only its block size may differ, and it may have no head.
 
     A head that is a copy of the target's is left out: training uses the target's.
     """
-    checkpoint = read_checkpoint(folder)
+    checkpoint, trainable = read_checkpoint(folder), without_copied_head(config)
+    asked = config if checkpoint.config.own_head else trainable
     for field in dataclasses.fields(config):
         trained = getattr(checkpoint.config, field.name)
-        expected = getattr(config, field.name)
+        expected = getattr(asked, field.name)
         if field.name != "block_size" and trained != expected:
             raise TrainError(
                 f"--initial {folder}: this drafter has {field.name} {trained}, but the settings "
                 f"ask for {expected}. Use the settings of that drafter (only the block size may "
                 "differ), or start with --initial random."
             )
-    without_copy = dataclasses.replace(config, own_head=False, draft_vocab_size=None)
-    drafter, weights = new_drafter(without_copy, seed=0), load_weights(checkpoint)
+    drafter, weights = new_drafter(trainable, seed=0), load_weights(checkpoint)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(weights[name])
@@ -159,19 +168,11 @@ def reduce_draft_vocab(
     for answer in answers:
         counted.add(answer)
     counts = counted.total()
-    seen = int((counts > 0).sum())
-    if not 0 < size < config.vocab_size or size > seen:
-        raise TrainError(
-            f"--draft-vocab {size} must be between 1 and {min(seen, config.vocab_size - 1)}: the "
-            f"answers contain {seen} of {config.vocab_size} tokens. Use more answers, or a smaller "
-            "vocabulary."
-        )
-    rows = counts.topk(size).indices.sort().values  # [size], target ids
+    rows = frequent_tokens(counts, size)
     weights = load_weights(checkpoint)
     dtype = weights["fc.weight"].dtype
     head = load_target_weights(TargetFiles(target), dtype, torch.device("cpu")).head
-    weights[HEAD] = head[rows].contiguous()
-    weights[DRAFT_TO_TARGET] = rows - torch.arange(size)
+    weights |= CopiedHead.of(head, rows).tensors()
     write_checkpoint(
         destination,
         weights,
@@ -183,11 +184,31 @@ def reduce_draft_vocab(
     return read_checkpoint(destination), float(counts[rows].sum() / counts.sum())
 
 
+def frequent_tokens(counts: Tensor, size: int) -> Tensor:
+    """The ids [size], ascending, of the most frequent tokens; `counts` is [vocab]."""
+    vocab_size, seen = len(counts), int((counts > 0).sum())
+    if not 0 < size < vocab_size or size > seen:
+        raise TrainError(
+            f"--draft-vocab {size} must be between 1 and {min(seen, vocab_size - 1)}: the answers "
+            f"contain {seen} of {vocab_size} tokens. Use more answers, or a smaller vocabulary."
+        )
+    return counts.topk(size).indices.sort().values
+
+
 class CopiedHead(NamedTuple):
     """The head of a drafter with a reduced draft vocabulary."""
 
     rows: Tensor  # [draft vocab, H]
     mapping: Tensor  # [draft vocab] draft id i is target id i + mapping[i]
+
+    @classmethod
+    def of(cls, head: Tensor, ids: Tensor) -> CopiedHead:
+        """The rows of the target's head [vocab, H] for ascending token ids, on the CPU."""
+        return cls(head[ids.to(head.device)].cpu(), ids.cpu() - torch.arange(len(ids)))
+
+    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """By their names in a checkpoint."""
+        return {HEAD: self.rows.to(dtype or self.rows.dtype), DRAFT_TO_TARGET: self.mapping}
 
     @property
     def target_ids(self) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from leadout.checkpoints import read_checkpoint
 from leadout.data.manifest import DataFolder
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.target import Target
@@ -42,13 +43,16 @@ from leadout.shards import SampleSet
 from leadout.train.config import TrainConfig, TrainError
 from leadout.train.gradient import Gradient, blocks_per_sequence, uses_flex
 from leadout.train.init import (
+    CopiedHead,
     TokenCounts,
     choose_mask_token,
     default_layers,
+    frequent_tokens,
     load_copied_head,
     new_config,
     new_drafter,
     trained_drafter,
+    without_copied_head,
 )
 from leadout.train.loop import Loop, total_steps
 from leadout.train.progress import Listener
@@ -191,8 +195,8 @@ class Run:
     ) -> None:
         """`config` must be complete. `shape` replaces the default shape of a new drafter.
 
-        A shape with a reduced draft vocabulary is that of a drafter whose head is a copy of rows
-        of the target's: training uses the target's head, and `write_best` adds the copy again.
+        The head of a drafter with a reduced draft vocabulary is a copy of rows of the target's:
+        training uses the target's head, and `write_best` adds the copy.
         `states` are the target's hidden states from servers; by default they are computed here.
         """
         assert config.layers is not None
@@ -223,17 +227,20 @@ class Run:
             mask_token_id=config.mask_token_id,
             window=config.window,
             mlp_width=config.mlp_width,
+            draft_vocab=config.draft_vocab,
         )
         if config.initial == "random":
-            self.drafter = new_drafter(self.drafter_config, config.seed)
+            self.drafter = new_drafter(without_copied_head(self.drafter_config), config.seed)
         else:
             self.drafter = trained_drafter(self.drafter_config, Path(config.initial))
         self.target_weights = load_target_weights(
             TargetFiles(target), self.computed_in, ranks.device
         )
         self.draft_head = DraftHead(self.target_weights.head)
+        self.copied_head: CopiedHead | None = None
         if self.drafter_config.own_head:  # as it will be served
-            ids = load_copied_head(Path(config.initial)).target_ids.to(ranks.device)
+            self.copied_head = self._copied_head()
+            ids = self.copied_head.target_ids.to(ranks.device)
             self.draft_head = DraftHead(self.target_weights.head[ids], ids)
         self.drafter.recompute = config.recompute
         flex = uses_flex(config, ranks.device)
@@ -282,6 +289,16 @@ class Run:
         )
         answers = [corpus.answers[index] for index in corpus.split.train]
         self.blocks_per_step = config.batch_sequences * blocks_per_sequence(answers, config)
+
+    def _copied_head(self) -> CopiedHead:
+        """The head of the drafter that training continues, or one for frequent tokens."""
+        initial = self.config.initial
+        if initial != "random" and read_checkpoint(Path(initial)).config.own_head:
+            return load_copied_head(Path(initial))
+        size = self.drafter_config.draft_vocab_size
+        assert size is not None  # a head of its own that is not reduced is refused before
+        ids = frequent_tokens(self.corpus.token_counts, size)
+        return CopiedHead.of(self.target_weights.head, ids)
 
     def train(self, listen: Listener) -> RunStatus:
         self.folder.mkdir(parents=True, exist_ok=True)

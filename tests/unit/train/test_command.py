@@ -156,6 +156,26 @@ def test_the_drafter_can_be_written_in_speculators_format(train: Train, tmp_path
     assert read_checkpoint(tmp_path / "out" / "drafter").format == "speculators"
 
 
+def test_a_reduced_draft_vocabulary_is_that_of_frequent_tokens_and_is_kept(
+    train: Train, tmp_path: Path, corpus: Corpus
+) -> None:
+    ended = train("--draft-vocab", "12", "--epochs", "0.3")
+    assert ended.exit_code == 0, ended.output
+    folder = tmp_path / "out" / "drafter"
+    assert read_checkpoint(folder).format == "speculators"
+    drafter = load_drafter(folder, torch.float32)
+    assert drafter.config.draft_vocab_size == 12
+    frequent = set(corpus.token_counts.topk(12).indices.tolist())
+    assert set(drafter.to_target_ids(torch.arange(12)).tolist()) == frequent
+    again = train("--draft-vocab", "12", "--initial", str(folder), "--epochs", "0.3", out="again")
+    assert again.exit_code == 0, again.output
+    continued = load_drafter(tmp_path / "again" / "drafter", torch.float32)
+    assert drafter.lm_head is not None
+    assert continued.lm_head is not None
+    assert torch.equal(continued.lm_head.weight, drafter.lm_head.weight)
+    assert not torch.equal(continued.fc.weight, drafter.fc.weight)
+
+
 def test_curves_are_omitted_without_matplotlib(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +436,8 @@ def test_a_continued_run_keeps_its_data(
         (("--target-layer-ids", "9"), "target_layer_ids is (9,); expected layers of the target"),
         (("--mask-token-id", "999"), "mask_token_id is 999; expected a row of the target"),
         (("--block-size", "40"), "--block-size 40 is too large"),
+        (("--draft-vocab", "319"), "--draft-vocab 319 must be between 1 and"),
+        (("--draft-vocab", "12", "--format", "zlab"), "12 requires --format speculators"),
     ],
 )
 def test_impossible_settings_are_rejected_before_anything_is_written(
