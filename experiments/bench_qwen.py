@@ -3,9 +3,10 @@
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
 Memory holds three servers of this target: bare vLLM twice, which shows the error of the method, and
-one that drafts. They take turns within seconds. `--arm` chooses the ways of drafting: a fixed K, or
-`tuned` (the lengths of `leadout tune`); `live` would need a fourth server. A second call continues
-where the first stopped. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call.
+one that drafts. They take turns within seconds. `--arm` chooses the ways of drafting: a fixed K in
+vLLM without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `tuned` (the lengths
+of `leadout tune`); `live` would need a fourth server. A second call continues where the first
+stopped. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from leadout.console import Progress
 RESULT = ROOT / "results" / "bench" / "qwen2.5-coder-1.5b.json"
 ARMS = ("1", "3", "5", "7", "tuned")
 SETS = ("humaneval", "mbpp")
+LOADS = (1, 4, 8, 16)
 OUTPUT_TOKENS = 128
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024")
 
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; default: all")
     parser.add_argument("--concurrency", type=int, action="append")
+    parser.add_argument("--short", action="store_true", help="tune in minutes, acceptance roughly")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=6.0)
     arguments = parser.parse_args()
@@ -70,7 +73,7 @@ def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
     settings = BenchSettings(
         target=str(arguments.target),
         prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS),
-        concurrency=tuple(arguments.concurrency or (1, 4, 8, 16)),
+        concurrency=tuple(arguments.concurrency or LOADS),
         rounds=arguments.rounds,
         seconds=arguments.seconds,
         turns="slices",
@@ -90,7 +93,8 @@ def tune(arguments: argparse.Namespace) -> Path:
     tuned: Path = arguments.work / "tuned.json"
     if not tuned.exists():
         command = [sys.executable, "-m", "leadout", "tune", arguments.target, arguments.drafter]
-        flags = ["--max-batch", "16", "--out", tuned, *FLAGS]
+        flags = ["--max-batch", max(arguments.concurrency or LOADS), "--out", tuned, *FLAGS]
+        flags += ["--short"] if arguments.short else []
         subprocess.run([str(word) for word in [*command, *flags]], check=True)
     return tuned
 
