@@ -20,6 +20,7 @@ from typing import Any
 
 from common import ROOT, SHIPPED, provenance
 from leadout.data.manifest import DataFolder
+from leadout.train.config import TrainConfig
 from leadout.train.progress import curves_of, read_log
 
 SETTINGS = ROOT / "examples" / "smollm2-drafter.yaml"
@@ -107,7 +108,8 @@ def write_result(path: Path, target: Path, drafter: Path, work: Path, measured: 
     """Data, training and acceptance of a drafter; `measured` is from train_acceptance.py."""
     acceptance = json.loads(measured.read_text())["sets"]
     data = DataFolder(work / "data")
-    report = json.loads((work / RUN / "drafter" / "training.json").read_text())
+    config = TrainConfig.resolve({}, work / RUN / "training.yaml").model_dump(mode="json")
+    minutes = max(record.seconds for record in read_log(work / RUN / "run")) / 60
     result = {
         "provenance": provenance(target=target, drafter=drafter),
         "data_samples": sum(c.samples for m in data.manifests for c in m.counts.values()),
@@ -116,13 +118,11 @@ def write_result(path: Path, target: Path, drafter: Path, work: Path, measured: 
             name: sum(m.counts[name].response_tokens for m in data.manifests if name in m.counts)
             for name in sorted({name for m in data.manifests for name in m.counts})
         },
-        "training_minutes": report["minutes"],
+        "training_minutes": minutes,
         "served_acceptance_length": {name: each["served"] for name, each in acceptance.items()},
         "acceptance": acceptance,
         "ahead": mean_ahead(acceptance),
-        "runs": [
-            {"settings": report["config"], "minutes": report["minutes"], **curves(work / RUN)}
-        ],
+        "runs": [{"settings": config, "minutes": minutes, **curves(work / RUN)}],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
