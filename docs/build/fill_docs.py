@@ -14,6 +14,7 @@ import evidence_tables
 import gpu_tables
 import learn_tables
 import quickstart_output
+import qwen_tables
 import reliability_tables
 import result_tables
 import scale_tables
@@ -84,6 +85,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu-differences": gpu_tables.differences,
     "gpu-gaps": gpu_tables.gaps,
     "gpu-dispatch": gpu_tables.dispatch,
+    "qwen-tuned": qwen_tables.tuned,
+    "qwen-acceptance": qwen_tables.acceptance,
+    "qwen-training": qwen_tables.training,
     "quickstart-check": quickstart_output.check,
     "quickstart-tune": quickstart_output.tune,
     "quickstart-bench": quickstart_output.bench,
