@@ -51,7 +51,7 @@ def test_without_flags_all_settings_are_defaults(given: list[Any]) -> None:
     assert run().exit_code == 0
     ((arguments, options),) = given
     assert arguments == ("some/target", Path("d"), Path("o"), TrainConfig())
-    assert options == {"to": "zlab", "resume": False, "trackers": (), "vllm_flags": []}
+    assert options == {"to": None, "resume": False, "trackers": (), "vllm_flags": []}
 
 
 def test_flags_of_every_type_are_passed_on(given: list[Any]) -> None:
