@@ -28,7 +28,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     config.write(tmp_path / "training.yaml")
     assert TrainConfig.resolve({}, tmp_path / "training.yaml") == config
     text = (tmp_path / "training.yaml").read_text()
-    assert text.startswith("layers: null\nmlp_width: null\nblock_size: 8\n")
+    assert text.startswith("layers: null\nmlp_width: null\ndraft_vocab: null\n")
 
 
 @pytest.mark.parametrize(
