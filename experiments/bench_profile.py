@@ -23,6 +23,7 @@ from leadout.engine.offline import TextEngine, TextRequest
 from leadout.evaluate.prompts import prompts_or_default
 
 BATCHES = (1, 4, 8, 16)
+DTYPE = "float32"  # not every CPU computes in bfloat16
 STEPS, WARM_UP = 40, 6
 
 
@@ -64,7 +65,7 @@ def main() -> None:
         str(arguments.target),
         max_length=1024,
         max_requests=max(BATCHES),
-        dtype="bfloat16",
+        dtype=DTYPE,
         drafter=str(arguments.drafter),
         draft_tokens=k,
         async_scheduling=False,  # a step is complete before the next is scheduled
@@ -76,6 +77,7 @@ def main() -> None:
         "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "milliseconds, median over steps",
         "k": k,
+        "dtype": DTYPE,
         "by_batch_size": profile,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

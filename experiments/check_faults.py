@@ -48,7 +48,7 @@ from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.provenance import Provenance, RunStart
 
-PRECISION = torch.bfloat16
+DTYPE, PRECISION = "float32", torch.float32  # not every CPU computes in bfloat16
 TOKENS = 64
 PROMPTS_PER_SET = 5
 TUNING_STEPS, TUNING_BATCH, TUNING_LENGTH, TUNING_RATE = 40, 4, 128, 3e-5
@@ -97,6 +97,7 @@ def write(arguments: Any, started: RunStart, reference: float, rows: list[dict[s
     made = Provenance.of_this_run({r: fingerprint(f) for r, f in models.items()}, started)
     result = {
         "provenance": made.model_dump(),
+        "dtype": DTYPE,
         "healthy_acceptance": reference,
         "faults": [row for row in rows if row["cause"] is not None],
         "healthy": [row for row in rows if row["cause"] is None],
@@ -177,7 +178,7 @@ def texts_of(target: Path) -> list[Text]:
     """The target's own greedy answers in vLLM."""
     prompts = check_prompts((), Chat(target), 1200, PROMPTS_PER_SET)
     request = SessionRequest(
-        target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype="bfloat16"
+        target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype=DTYPE
     )
     runs = run_session(request, lambda text: None).runs
     return [

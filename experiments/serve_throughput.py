@@ -33,6 +33,7 @@ CLASSES = {
 }
 PROMPTS_AT = {1: 1, 8: 8}  # prompts of a turn, by concurrency
 TOKENS = 48
+DTYPE = "float32"  # not every CPU computes in bfloat16
 Rates = dict[str, dict[str, float]]  # of each engine, by concurrency
 
 
@@ -53,6 +54,7 @@ def main() -> None:
     result = {
         "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "output tokens per second, and their ratio leadout over stock",
+        "dtype": DTYPE,
         "ratios": {f"concurrency {c}": summary(rounds, str(c)) for c in PROMPTS_AT},
         "rounds": rounds,
     }
@@ -111,7 +113,7 @@ def start(name: str, target: str, drafter: Path) -> Any:
     speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": count}
     llm = LLM(
         model=target,
-        dtype="bfloat16",
+        dtype=DTYPE,
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,

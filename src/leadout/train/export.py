@@ -121,7 +121,8 @@ def serve_held_out(
         prompts,
         max_tokens=max(1, longest_served(run.corpus, positions) - longest),
         max_length=length,
-        precision=getattr(torch, run.config.precision),
+        # As trained: without instructions for bfloat16 a large target would take minutes more.
+        precision=run.computed_in,
         urls=run.config.states_from,
         states_served=run.config.states == "served",
         vllm_flags=vllm_flags,

@@ -474,6 +474,7 @@ def test_vllm_gets_prompts_of_every_source_and_enough_context(
     assert len(prompts) == 3
     assert {by_prompt[tuple(prompt)] for prompt in prompts} == {"asked", "self"}
     assert settings["max_tokens"] == 128
+    assert settings["precision"] == run.computed_in
     longest = max(len(prompt) for prompt in prompts)
     assert settings["max_length"] >= longest + 128  # also where training texts are shorter
     # Never more than the target has positions for.
