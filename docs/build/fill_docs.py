@@ -93,6 +93,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart-bench": quickstart_output.bench,
     "quickstart-plan": quickstart_output.plan,
     "quickstart-serve": quickstart_output.serve,
+    "quickstart-times": quickstart_output.times,
 }
 
 

@@ -5,29 +5,39 @@ run_quickstart.py runs the commands and stores their results in results/quicksta
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from result_tables import ROOT
+from result_tables import ROOT, table
 from rich.console import Console
 
+from leadout.bench.results import BenchResult
 from leadout.check.result import CheckResult
 from leadout.control.tuned_file import read_tuned
 
 RESULTS = ROOT / "results" / "quickstart"
 DRAFTER = "drafters/smollm2-135m-instruct-dflash"
 PROMPTS = "examples/prompts.jsonl"
-CHECK = f"leadout check smollm2 {DRAFTER} --report check.html"
+CHECK = f"leadout check smollm2 {DRAFTER} --dtype float32 --report check.html"
 TUNE = f"""\
 leadout tune smollm2 {DRAFTER} \\
-    --prompts {PROMPTS} --max-batch 4 --out tuned.json"""
+    --prompts {PROMPTS} --max-batch 4 --out tuned.json --dtype float32"""
 BENCH = f"""\
 leadout bench smollm2 --draft {DRAFTER} --tuned tuned.json \\
     --prompts {PROMPTS} --concurrency 1 --concurrency 4 \\
-    --rounds 6 --seconds 2 --output-tokens 64 --out bench"""
+    --rounds 6 --seconds 2 --output-tokens 64 --out bench -- --dtype float32"""
 SERVE = f"leadout serve smollm2 --draft {DRAFTER} --tuned tuned.json"
-FLAGS = "--enforce-eager --max-model-len 2048 --port 8000"
+FLAGS = "--dtype float32 --enforce-eager --max-model-len 2048 --port 8000"
 GAUGES = "leadout:acceptance"
+# Steps of results/quickstart/times.json.
+STEPS = {
+    "install": "install into an empty environment",
+    "model": "make the model",
+    "check": "`leadout check`",
+    "tune": "`leadout tune`",
+    "bench": "`leadout bench`",
+}
+MEASURED = ("install", "model", "tune")  # the shortest way to a speed-up with an interval
 ASK = """\
 curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
     "model": "smollm2", "temperature": 0, "max_tokens": 96,
@@ -53,7 +63,22 @@ def tune() -> str:
 
 
 def bench() -> str:
-    return _console(BENCH, "")
+    from leadout.bench.report import print_result
+
+    result = BenchResult.model_validate_json((RESULTS / "bench.json").read_text())
+    return _console(BENCH, _printed(lambda console: print_result(result, console)))
+
+
+def times() -> str:
+    """Minutes of every step from an empty environment, and of all steps up to a speed-up."""
+    seconds = json.loads((RESULTS / "times.json").read_text())["seconds"]
+    rows = [(STEPS[step], f"{taken / 60:.1f}") for step, taken in seconds.items()]
+    rows.append(("from an empty environment to a measured speed-up", _minutes(seconds, MEASURED)))
+    return table(("step", "minutes"), rows)
+
+
+def _minutes(seconds: Mapping[str, float], steps: Sequence[str]) -> str:
+    return f"{sum(seconds[step] for step in steps) / 60:.1f}"
 
 
 def plan() -> str:

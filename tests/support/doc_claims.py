@@ -207,7 +207,6 @@ def _lossless() -> list[str]:
     arms = result("lossless/smollm2.json")["arms"]
     largest = max(arm["batch_size"] for arm in arms)
     checked = result("quickstart/check.json")["lossless"]
-    apart = max(each["logit_gap"] for each in checked["divergences"])
     return [
         f"The reference decodes {arms[0]['prompts']} prompts",
         if_true(
@@ -215,7 +214,6 @@ def _lossless() -> list[str]:
             f"in batches of {largest}: all texts equal plain decoding",
         ),
         f"{checked['equal_texts']} of {checked['texts']} texts are equal with and without drafts",
-        f"at most {apart:.2g} apart",
     ]
 
 
