@@ -69,11 +69,15 @@ def usage_in(data: bytes) -> Usage:
 
 
 def client_session(api_key: str | None = None) -> ClientSession:
-    """For any number of concurrent streams of any length."""
+    """For any number of concurrent streams of any length.
+
+    Every request has a connection of its own: a server that was stopped for a while closes those
+    that were idle as soon as it runs again, possibly while the next request is being sent.
+    """
     import aiohttp
 
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
     )

@@ -37,12 +37,15 @@ class StreamingServer:
     fail_with: int | None = None
     tokens_short: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)  # of the clients
     load: ServerLoad | None = None
     sent: int = 0  # tokens
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.seen.append(body)
+        assert request.transport is not None
+        self.ports.append(request.transport.get_extra_info("peername")[1])
         if self.fail_with is not None:
             return web.Response(status=self.fail_with, text="prompt too long")
         response = web.StreamResponse()
@@ -138,6 +141,18 @@ def test_first_requests_are_of_different_length() -> None:
     lengths = [body["max_tokens"] for body in server.seen]
     assert sorted(lengths[:4]) == [1, 3, 5, 7]
     assert set(lengths[4:]) == {8}
+
+
+def test_no_request_uses_a_connection_that_was_idle() -> None:
+    """A server that was stopped meanwhile may close it while the request is being sent."""
+    server = StreamingServer()
+
+    async def during(load: ServerLoad, clock: RunningClock) -> None:
+        while len(server.seen) < 6:
+            await asyncio.sleep(STEP)
+
+    loaded(server, REQUEST, during)
+    assert len(set(server.ports)) == len(server.ports)
 
 
 def test_the_clock_counts_only_while_the_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
