@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from result_tables import blocks_of, result, table
+import result_tables
+from result_tables import blocks_of, result, same_again, speedup, table
 
+BENCH = "bench/qwen2.5-coder-1.5b.json"
+PROFILE = "bench/qwen2.5-coder-1.5b-profile.json"
 TUNED = "bench/qwen2.5-coder-1.5b-tuned.json"
 TRAINING = "train/qwen2.5-coder-1.5b.json"
 
@@ -32,6 +35,48 @@ def tuned() -> str:
     heads = ("concurrent requests", "step without drafts, ms", "K", "verifying, ms", "drafting, ms",
              "speed-up")  # fmt: skip
     return table(heads, rows)
+
+
+def mean_at(load: int) -> dict[str, Any]:
+    """The speed-up of `tuned` over both prompt sets."""
+    found: dict[str, Any] = next(
+        each
+        for each in result(BENCH)["geometric_means"]
+        if each["arm"] == "tuned" and each["concurrency"] == load
+    )
+    return found
+
+
+def bench() -> str:
+    """`tuned` by prompt set and over all of them, and the error of the method."""
+    found = result(BENCH)
+    loads = sorted({cell["concurrency"] for cell in found["cells"]})
+    cells = {
+        (cell["prompt_set"], cell["concurrency"]): cell
+        for cell in found["cells"]
+        if cell["arm"] == "tuned"
+    }
+    again = {each["concurrency"]: each for each in found["bare_against_bare"]}
+    rows = [
+        [name, *(speedup(cells[name, load]) for load in loads)]
+        for name in sorted({name for name, _ in cells})
+    ]
+    rows.append(["all", *(speedup(mean_at(load)) for load in loads)])
+    rows.append(["bare vLLM again (A/A)", *(same_again(again[load]) for load in loads)])
+    return table(["`tuned`, concurrent requests", *map(str, loads)], rows)
+
+
+def bench_rounds() -> str:
+    """What a cell of the bench consists of."""
+    settings = result(BENCH)["settings"]["tuned"]
+    return (
+        f"{settings['rounds']} rounds, in which every server runs for {settings['seconds']:g} s; "
+        f"answers have {settings['output_tokens']} tokens. 95% intervals in brackets."
+    )
+
+
+def profile() -> str:
+    return result_tables.profile(PROFILE)
 
 
 def acceptance() -> str:

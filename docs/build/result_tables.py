@@ -71,16 +71,16 @@ def bench_means() -> str:
     loads = bench["settings"]["concurrencies"]
     arms = dict.fromkeys(mean["arm"] for mean in bench["geometric_means"])
     rows = [
-        [arm, *(_speedup(mean) for mean in bench["geometric_means"] if mean["arm"] == arm)]
+        [arm, *(speedup(mean) for mean in bench["geometric_means"] if mean["arm"] == arm)]
         for arm in arms
     ]
-    rows.append(["bare vLLM again (A/A)", *map(_aa, bench["bare_against_bare"])])
+    rows.append(["bare vLLM again (A/A)", *map(same_again, bench["bare_against_bare"])])
     return table(["concurrent requests", *map(str, loads)], rows)
 
 
 def bench_aa() -> str:
     rows = [
-        (cell["concurrency"], _aa(cell), _interval(cell["processor_ratio"]), cell["pairs"])
+        (cell["concurrency"], same_again(cell), _interval(cell["processor_ratio"]), cell["pairs"])
         for cell in result("bench/aa.json")["cells"]
     ]
     heads = ("concurrent requests", "A/A by the clock", "by processor seconds", "pairs")
@@ -113,7 +113,7 @@ def bench_sets() -> str:
             for cell in cells
             if cell["prompt_set"] == name and cell["arm"] == "tuned"
         }
-        rows.append([name, *(_speedup(found[load]) for load in loads)])
+        rows.append([name, *(speedup(found[load]) for load in loads)])
     return table(["`tuned`, concurrent requests", *map(str, loads)], rows)
 
 
@@ -131,8 +131,8 @@ def bench_rounds() -> str:
     )
 
 
-def profile() -> str:
-    by_load = result("bench/profile.json")["by_batch_size"]
+def profile(name: str = "bench/profile.json") -> str:
+    by_load = result(name)["by_batch_size"]
     parts = by_load["1"]
     rows = [[part, *(f"{by_load[load][part]:.1f}" for load in by_load)] for part in parts]
     return table(["milliseconds, concurrent requests", *by_load], rows)
@@ -156,11 +156,11 @@ def _ms(interval: Any) -> str:
     return f"{1000 * interval['value']:.1f} ms"
 
 
-def _speedup(cell: Any) -> str:
+def speedup(cell: Any) -> str:
     return f"{cell['speedup']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
 
 
-def _aa(cell: Any) -> str:
+def same_again(cell: Any) -> str:
     return f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
 
 

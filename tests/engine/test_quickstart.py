@@ -38,7 +38,7 @@ SHORTENED = {
 SHORTENED_NIGHTLY = {
     **SHORTENED,
     "leadout bench": (
-        "--concurrency 1 --concurrency 4 --rounds 6 --seconds 2 --output-tokens 64",
+        "--concurrency 1 --concurrency 4 --rounds 10 --seconds 3 --output-tokens 64",
         "--concurrency 1 --rounds 1 --seconds 1 --output-tokens 8",
     ),
 }
