@@ -31,6 +31,7 @@ CLASSES = {
     "leadout": "leadout.engine.draft_model:ServedDrafter",
     "stock": "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM",
 }
+RUNS = {"leadout": "LeadoutDFlashForCausalLM", "stock": "DFlashQwen3ForCausalLM"}
 PROMPTS_AT = {1: 1, 8: 8}  # prompts of a turn, by concurrency
 TOKENS = 48
 DTYPE = "float32"  # not every CPU computes in bfloat16
@@ -121,7 +122,7 @@ def start(name: str, target: str, drafter: Path) -> Any:
         speculative_config=speculation,
     )
     (taken,) = llm.collective_rpc(lambda worker: type(worker.get_draft_model()).__name__)
-    if taken != CLASSES[name].split(":")[1]:
+    if taken != RUNS[name]:
         raise RuntimeError(f"the engine {name!r} runs the class {taken}")
     return llm
 
