@@ -28,7 +28,7 @@ from common import provenance, tokens_per_second
 from leadout.engine.capture_store import segment_paths
 from leadout.engine.settings import CAPTURE, SCHEDULER, CaptureSettings, with_section
 from leadout.shards import read_shard
-from leadout.stats import spread
+from leadout.stats import paired_ratio
 
 ARMS = ("none", "capture", "refusing disk")
 REQUESTS = 16  # at a time
@@ -89,7 +89,8 @@ def main() -> None:
         "tokens_each": TOKENS,
         "dtype": DTYPE,
         "ratio": {
-            arm: spread([row[arm] / row["none"] for row in rates]).model_dump() for arm in ARMS[1:]
+            arm: paired_ratio([[row[arm] / row["none"] for row in rates]]).model_dump()
+            for arm in ARMS[1:]
         },
         "share_of_the_time": shares,
         "numbers": numbers,

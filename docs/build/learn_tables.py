@@ -174,7 +174,7 @@ def capture() -> str:
     rows = [
         (
             _CAPTURED[arm],
-            f"{ratio['median']:.3f} ({ratio['interval'][0]:.3f} to {ratio['interval'][1]:.3f})",
+            _interval(ratio),
             *(f"{share:.4%}" for share in found["share_of_the_time"][arm].values()),
         )
         for arm, ratio in found["ratio"].items()

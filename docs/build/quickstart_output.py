@@ -27,8 +27,8 @@ BENCH = f"""\
 leadout bench smollm2 --draft {DRAFTER} --tuned tuned.json \\
     --prompts {PROMPTS} --concurrency 1 --concurrency 4 \\
     --rounds 10 --seconds 3 --output-tokens 64 --out bench -- --dtype float32"""
-SERVE = f"leadout serve smollm2 --draft {DRAFTER} --tuned tuned.json"
-FLAGS = "--dtype float32 --enforce-eager --max-model-len 2048 --port 8000"
+SERVE = f"leadout serve smollm2 --draft {DRAFTER} --tuned tuned.json --dtype float32"
+FLAGS = "--enforce-eager --max-model-len 2048 --port 8000"
 GAUGES = "leadout:acceptance"
 # Steps whose times are known.
 STEPS = {
@@ -67,7 +67,7 @@ def bench() -> str:
     from leadout.bench.report import print_result
 
     result = BenchResult.model_validate_json((RESULTS / "bench.json").read_text())
-    return _console(BENCH, _printed(lambda console: print_result(result, console)))
+    return _console(BENCH, _printed(lambda console: print_result(result, console), width=100))
 
 
 def times() -> str:
@@ -102,9 +102,9 @@ def serve() -> str:
     return "```console\n" + "".join(f"$ {command}\n{printed}" for command, printed in steps) + "```"
 
 
-def _printed(show: Callable[[Console], None]) -> str:
+def _printed(show: Callable[[Console], None], width: int = 80) -> str:
     text = io.StringIO()
-    show(Console(file=text, width=80))
+    show(Console(file=text, width=width))
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 

@@ -199,7 +199,8 @@ def _dflash() -> list[str]:
     return [
         f"has {weights / 1e6:.1f} million weights",
         f"of a step of {step['step']:.1f} ms the target's layers take {step['target layers']:.1f} "
-        f"ms, the draft layers {step['drafter, layers']:.1f} ms",
+        f"ms, the draft layers {step['drafter, layers']:.1f} ms and the drafter's output head "
+        f"{step['drafter, head']:.1f} ms",
     ]
 
 

@@ -45,6 +45,7 @@ def test_an_unknown_severity_is_refused() -> None:
 
 def test_findings_in_the_committed_check_are_readable() -> None:
     committed = json.loads((ROOT / "results/quickstart/check.json").read_text())
+    assert committed["findings"]
     for each in committed["findings"]:
         Finding.model_validate(each)
 

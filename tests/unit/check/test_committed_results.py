@@ -15,7 +15,7 @@ NO_REPAIR = {  # no edit of the drafter's files brings these back, or nothing wa
     "chat template missing",
 }
 WORTH_FINDING = -0.02  # of the acceptance length
-LONGEST = 360  # seconds
+LONGEST = 600  # seconds
 
 
 def result(name: str) -> Any:

@@ -15,7 +15,6 @@ from leadout.checkpoints import CheckpointError
 from leadout.engine.offline import SetRun
 from leadout.files import FileError
 from leadout.findings import Severity
-from support.models import ROOT
 
 LEVEL_SETS = {name: table(2.4, 0.2) for name in SETS}
 
@@ -77,8 +76,8 @@ def test_unusable_files_are_found_before_the_work(assessed: Assessed, tmp_path: 
     assert assessed.calls == 0
 
 
-def test_a_committed_result_of_an_earlier_version_is_a_baseline(assessed: Assessed) -> None:
-    path = ROOT / "results" / "quickstart" / "check.json"
+def test_a_result_of_an_earlier_version_is_a_baseline(assessed: Assessed) -> None:
+    path = Path(__file__).parent / "earlier" / "check-0.1.json"
     old = CheckResult.model_validate_json(path.read_bytes())
     assert [finding.severity for finding in old.findings] == [Severity.NOTE]
     assessed.result = old
