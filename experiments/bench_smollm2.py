@@ -2,10 +2,12 @@
 
     python experiments/bench_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
-Three prompt sets at four concurrencies, in float32: not every CPU computes in bfloat16. `tuned` is
-the drafter with the draft lengths of `leadout tune`. Takes half an hour on two idle cores; a second
-call continues where the first stopped. Writes `results/bench/smollm2.*`, and bare vLLM against
-itself as `aa.json`.
+Three prompt sets at four concurrencies, in float32: not every CPU computes in bfloat16. The arms are
+four fixed draft lengths in vLLM without Leadout, `tuned` (the draft lengths of `leadout tune`) and
+`live` (lengths chosen at every step). Servers take turns in waves, because live control learns from
+no step in which its server was stopped. Takes an hour on two idle cores; a second call continues
+where the first stopped. Writes `results/bench/smollm2.*`, and bare vLLM against itself as
+`aa.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from leadout.models import last_part
 OUT = ROOT / "results" / "bench"
 SETS = ("gsm8k", "humaneval", "mt_bench")
 CONCURRENCIES = (1, 4, 8, 16)
-ROUNDS, SECONDS, OUTPUT_TOKENS = 10, 3.0, 128
+DRAFT_TOKENS = (1, 3, 5, 7)
+ROUNDS, SECONDS, OUTPUT_TOKENS = 6, 3.0, 128
 DTYPE = "float32"
 
 
@@ -45,7 +48,11 @@ def main() -> None:
     tuned = tune(arguments.target, arguments.work)
     settings = BenchSettings(
         target=str(arguments.target),
+        draft=(str(SHIPPED),),
+        draft_tokens=DRAFT_TOKENS,
         tuned=tuned,
+        live=True,
+        turns="waves",
         prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS),
         concurrency=CONCURRENCIES,
         rounds=ROUNDS,

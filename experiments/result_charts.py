@@ -6,89 +6,17 @@ Experiments draw their own charts; this script draws all of them again after a c
 """
 
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from leadout.bench import page as bench_page
 from leadout.bench.results import BenchResult
-from leadout.report.charts import Chart, Point, Series, bars, dots, lines, picture
+from leadout.report.charts import Chart, Point, Series, lines, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-PHASES = ("humaneval", "translation", "gsm8k")
-
-
-def live(found: dict[str, Any]) -> str:
-    """Throughput ratios; error bars are the smallest and the largest round."""
-    charts = []
-    if "traffic" in found:
-        rounds = found["traffic"]["rounds"]
-        for concurrency in dict.fromkeys(each["concurrency"] for each in rounds):
-            here = [each for each in rounds if each["concurrency"] == concurrency]
-            charts.append(_traffic(here, concurrency))
-    if "copying" in found:
-        rounds = found["copying"]["rounds"]
-        points = [
-            _point(name, [r["live"] / r["without"] for r in rounds if r["category"] == name])
-            for name in dict.fromkeys(each["category"] for each in rounds)
-        ]
-        title = "With prompt lookup: live control over the same without it"
-        charts.append(dots([Series("live", points)], title, "kind of text", "ratio"))
-    return picture(charts)
-
-
-def _traffic(rounds: Sequence[dict[str, Any]], concurrency: int) -> Chart:
-    bare = {each["round"]: each["phases"] for each in rounds if each["arm"] == "bare"}
-
-    def ratios(arm: str, phase: str) -> list[float]:
-        return [
-            each["phases"][phase] / bare[each["round"]][phase]
-            for each in rounds
-            if each["arm"] == arm
-        ]
-
-    arms = [arm for arm in dict.fromkeys(each["arm"] for each in rounds) if arm != "bare"]
-    series = [Series(arm, [_point(phase, ratios(arm, phase)) for phase in PHASES]) for arm in arms]
-    title = f"Changing traffic at concurrency {concurrency}: speed-up over bare vLLM"
-    return dots(series, title, "phase of the run", "speed-up")
-
-
-def _point(label: str, ratios: Sequence[float]) -> Point:
-    return Point(label, statistics.median(ratios), min(ratios), max(ratios))
-
-
-def learn(result: dict[str, Any]) -> str:
-    """Acceptance length during training, and as served before and after the swap."""
-    curve = result["learnt"]["adaptation"]["curve"]
-
-    def series(name: str, length: Callable[[dict[str, float]], float]) -> Series:
-        return Series(name, [Point(str(at["step"]), length(at["by_source"])) for at in curve])
-
-    learning = lines(
-        [
-            series("traffic", lambda lengths: lengths["traffic"]),
-            series(
-                "replay, mean over sources",
-                lambda lengths: statistics.fmean(
-                    length for name, length in lengths.items() if name != "traffic"
-                ),
-            ),
-        ],
-        "Acceptance length on held-out text during training",
-        f"training steps, {result['training_minutes']:.0f} minutes in total",
-        "tokens per step",
-    )
-    served = bars(
-        [
-            Series(when, [Point(name, **found[when]) for name, found in result["sets"].items()])
-            for when in ("before", "after")
-        ],
-        "Acceptance length as served, before and after the swap",
-    )
-    return picture([learning, served])
 
 
 def drift(result: dict[str, Any]) -> str:
@@ -195,8 +123,6 @@ def _bench(draw: Callable[[BenchResult], str], name: str) -> str:
 FILES: dict[str, Callable[[], str]] = {
     "results/bench/smollm2.svg": partial(_bench, bench_page.picture, "smollm2.json"),
     "results/bench/smollm2.html": partial(_bench, bench_page.page, "smollm2.json"),
-    "results/live/smollm2.svg": partial(_drawn, live, "live/smollm2.json"),
-    "results/learn/smollm2.svg": partial(_drawn, learn, "learn/smollm2.json"),
     "results/learn/drift.svg": partial(_drawn, drift, "learn/drift.json"),
 }
 

@@ -1,6 +1,5 @@
 """Tables on learning from traffic; see fill_docs.py."""
 
-import textwrap
 from statistics import median
 from typing import Any
 
@@ -20,34 +19,6 @@ _CPU_TIME = {
     "at the end of a request": "CPU time when requests end",
     "in its thread": "CPU time of the capture thread",
 }
-
-
-def run() -> str:
-    """A sentence on the run: amount of data, duration, gain, failures."""
-    found = result("learn/smollm2.json")
-    adapted, traffic = found["learnt"]["adaptation"], found["traffic"]
-    sentences = (
-        f"{adapted['traffic_requests']} of {traffic['requests']} captured requests and the "
-        f"same amount of replay, {found['training_minutes']:.0f} minutes of training on two cores, "
-        f"{found['cycle_minutes']:.0f} with the gate. Acceptance length on unseen requests of the "
-        f"new kind: {found['acceptance_before']:.2f} before, {found['acceptance_after']:.2f} after "
-        f"({_percent(found['gain'])}). Failed requests: {found['failed_requests']}. Changed "
-        f"answers: {found['changed_answers']} of {found['compared_answers']} (float32)."
-    )
-    return textwrap.fill(sentences, 110)
-
-
-def sets() -> str:
-    rows = [
-        (
-            name,
-            each["prompts"],
-            *(_interval(each[when]) for when in ("before", "after")),
-            _change(each["change"]),
-        )
-        for name, each in result("learn/smollm2.json")["sets"].items()
-    ]
-    return table(("requests", "number", "before", "after", "change"), rows)
 
 
 def gate() -> str:

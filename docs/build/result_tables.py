@@ -4,8 +4,9 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import harmonic_mean, median
-from typing import Any, NamedTuple
+from typing import Any
+
+from leadout.stats import Ratio, paired_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADS = ("1", "4", "8", "16")
@@ -320,36 +321,33 @@ def control() -> str:
     return table([*heads, "mean", "worst"], rows)
 
 
-class Rounds(NamedTuple):
-    """The median over rounds, with the lowest and the highest."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def live_over(arm: str, load: int) -> Rounds:
-    """Throughput with live control over that of another arm: median, lowest and highest round."""
-    rounds: dict[int, dict[str, float]] = defaultdict(dict)
-    for each in result("live/smollm2.json")["traffic"]["rounds"]:
-        if each["concurrency"] == load:
-            rounds[each["round"]][each["arm"]] = harmonic_mean(each["phases"].values())
-    ratios = [each["live"] / each[arm] for each in rounds.values()]
-    return Rounds(median(ratios), min(ratios), max(ratios))
-
-
 def live() -> str:
-    ratios = result("live/smollm2.json")["traffic"]["ratios"]
-    arms = list(next(iter(ratios.values()))["to_each_arm_over_all"])
+    """Live control over the fastest other arm, for each prompt set and load."""
+    cells: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(dict)
+    for cell in result("bench/smollm2.json")["cells"]:
+        rates = [each["tokens_per_second"] for each in cell["rounds"]]
+        cells[cell["prompt_set"], cell["concurrency"]][cell["arm"]] = rates
+    loads = sorted({load for _, load in cells})
     rows = [
-        [load, *(live_over(arm, int(load)) for arm in arms), f"{each['worst_phase']:.2f}"]
-        for load, each in ratios.items()
+        [name, *(_over_best_other(cells[name, load]) for load in loads)]
+        for name in sorted({name for name, _ in cells})
     ]
-    heads = [f"over {arm}" for arm in arms]
-    return table(["concurrent requests", *heads, "worst kind of text, over the best fixed K"], rows)
+    return table(["`live`, concurrent requests", *map(str, loads)], rows)
+
+
+def _over_best_other(rates: dict[str, list[float]]) -> str:
+    def over(arm: str) -> Ratio:
+        return paired_ratio([[a / b for a, b in zip(rates["live"], rates[arm], strict=True)]])
+
+    others = {arm: over(arm) for arm in rates if arm not in ("live", "bare-again")}
+    best, found = min(others.items(), key=lambda each: each[1].value)
+    return f"{found} of {best}"
+
+
+def prompt_lookup() -> str:
+    ratios = result("live/prompt_lookup.json")["ratio"]
+    rows = [[name, Ratio.model_validate(ratios[name])] for name in sorted(ratios)]
+    return table(("kind of text", "with prompt lookup over without it"), rows)
 
 
 def live_useless() -> str:
