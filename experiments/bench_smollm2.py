@@ -2,12 +2,12 @@
 
     python experiments/bench_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
-Three prompt sets at four concurrencies, in float32: not every CPU computes in bfloat16. The arms are
-four fixed draft lengths in vLLM without Leadout, `tuned` (the draft lengths of `leadout tune`) and
-`live` (lengths chosen at every step). Servers take turns in waves, because live control learns from
-no step in which its server was stopped. Takes an hour on two idle cores; a second call continues
-where the first stopped. Writes `results/bench/smollm2.*`, and bare vLLM against itself as
-`aa.json`.
+Three prompt sets at four concurrencies, in float32: not every CPU computes in bfloat16. The arms
+are four fixed draft lengths in vLLM without Leadout, `tuned` (the lengths of `leadout tune`) and
+`live` (a length chosen at every step). Servers take turns in waves, because live control learns
+from no step in which its server was stopped. Takes an hour on two idle cores; a second call
+continues where the first stopped. Writes `results/bench/smollm2.*`, and bare vLLM against itself
+as `aa.json`.
 """
 
 from __future__ import annotations

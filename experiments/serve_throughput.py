@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from common import provenance, tokens_per_second
 from leadout.checkpoints import read_checkpoint
+from leadout.stats import Ratio, paired_ratio
 
 CLASSES = {
     "leadout": "leadout.engine.draft_model:ServedDrafter",
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("drafter", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--first", choices=list(CLASSES), help="used by the script itself")
     arguments = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
         "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "output tokens per second, and their ratio leadout over stock",
         "dtype": DTYPE,
-        "ratios": {f"concurrency {c}": summary(rounds, str(c)) for c in PROMPTS_AT},
+        "ratios": {f"concurrency {c}": ratio(rounds, str(c)).model_dump() for c in PROMPTS_AT},
         "rounds": rounds,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -137,15 +137,8 @@ def one_round(engines: dict[str, Any], turns: list[str], number: int) -> Rates:
     return rates
 
 
-def summary(rounds: list[Rates], concurrency: str) -> dict[str, float]:
-    ratios = sorted(r["leadout"][concurrency] / r["stock"][concurrency] for r in rounds)
-    lower, _, upper = statistics.quantiles(ratios, n=4)
-    return {
-        "median": statistics.median(ratios),
-        "lower_quartile": lower,
-        "upper_quartile": upper,
-        "rounds": len(ratios),
-    }
+def ratio(rounds: list[Rates], concurrency: str) -> Ratio:
+    return paired_ratio([[r["leadout"][concurrency] / r["stock"][concurrency] for r in rounds]])
 
 
 if __name__ == "__main__":

@@ -7,10 +7,6 @@ from typing import Any
 import qwen_tables
 from result_tables import ROOT, result, table
 
-from leadout.models import fingerprint
-
-SHIPPED = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
-SHIPPED_FOR_QWEN = ROOT / "drafters" / "qwen2.5-coder-1.5b-int8-dflash"
 PICTURE = "learn/picture.json"
 MIN_REPAIRED = 0.99  # of the healthy acceptance
 
@@ -26,10 +22,7 @@ def evidence() -> str:
         *_kills(),
         *_lossless(),
     ]
-    made = table(("what", "measured", "n", "file"), rows)
-    if any(str(row[1]).endswith("*") for row in rows):
-        made += "\n\n\\* With [an earlier drafter]({root}docs/results.md) for the same model."
-    return made
+    return table(("what", "measured", "n", "file"), rows)
 
 
 def learn_picture() -> str:
@@ -51,18 +44,8 @@ def learn_picture() -> str:
     )
 
 
-def _row(what: str, measured: str, n: str, name: str, *, shipped: bool = True) -> tuple[str, ...]:
-    """`shipped`: the result is one of the shipped drafter, and marked where it is not yet."""
-    mark = "" if not shipped or _is_of_shipped(name) else "\\*"
-    return what, measured + mark, n, f"[{name.partition('/')[0]}]({{root}}results/{name})"
-
-
-def _is_of_shipped(name: str) -> bool:
-    models = result(name)["provenance"].get("models") or {}
-    shipped = SHIPPED_FOR_QWEN if "/qwen" in name else SHIPPED
-    if shipped == SHIPPED_FOR_QWEN and not shipped.exists():  # in the source distribution
-        return True
-    return bool(models.get("drafter") == fingerprint(shipped))
+def _row(what: str, measured: str, n: str, name: str) -> tuple[str, ...]:
+    return what, measured, n, f"[{name.partition('/')[0]}]({{root}}results/{name})"
 
 
 def _silent_faults() -> list[tuple[str, ...]]:
@@ -75,7 +58,6 @@ def _silent_faults() -> list[tuple[str, ...]]:
             f"**{stock}**, {ours}",
             f"{len(rows)} seeded faults",
             "faults/tiny.json",
-            shipped=False,
         )
     ]
 
@@ -142,7 +124,6 @@ def _useless() -> list[tuple[str, ...]]:
             f"**{_interval(worst, 'ratio')}**",
             f"{len(cells)} loads",
             "live/useless.json",
-            shipped=False,
         )
     ]
 
@@ -185,14 +166,12 @@ def _kills() -> list[tuple[str, ...]]:
             f"**{sum(each['lost'] for each in kills)}**",
             f"{sum(each['cases'] for each in kills):,} kills",
             "reliability/faults.json",
-            shipped=False,
         ),
         _row(
             "the same under all kinds of faults: damaged files, full disks, failing storage ...",
             f"**{sum(each['lost'] for each in classes)}**",
             f"{sum(each['cases'] for each in classes):,} cases of {len(classes)} kinds",
             "reliability/faults.json",
-            shipped=False,
         ),
     ]
 
@@ -206,7 +185,6 @@ def _lossless() -> list[tuple[str, ...]]:
             f"**{changed}**",
             f"{sum(arm['prompts'] for arm in arms)} answers",
             "lossless/smollm2.json",
-            shipped=False,
         )
     ]
 

@@ -144,13 +144,12 @@ def overhead() -> str:
     rows = [
         (
             name.removeprefix("concurrency "),
-            f"{each['median']:.2f}",
-            f"{each['lower_quartile']:.2f} to {each['upper_quartile']:.2f}",
-            each["rounds"],
+            _interval(each),
+            each["pairs"],
         )
         for name, each in ratios.items()
     ]
-    return table(("concurrent requests", "Leadout / stock vLLM", "quartiles", "rounds"), rows)
+    return table(("concurrent requests", "Leadout / stock vLLM (95% interval)", "rounds"), rows)
 
 
 def _ms(interval: Any) -> str:

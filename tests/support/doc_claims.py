@@ -7,7 +7,6 @@ import re
 import tomllib
 from typing import Any
 
-import result_tables
 import scale_tables
 import worth_tables
 
@@ -110,7 +109,7 @@ def claims() -> dict[str, list[str]]:
             f"({', '.join(map(str, ladder_up_to(15)))} for blocks of 16)",
             *_live_simulated(),
             _live_budget(),
-            *_live_served(),
+            *_useless(),
             *_prompt_lookup(),
         ],
         "docs/quickstart.md": _quickstart(),
@@ -279,11 +278,10 @@ def _gate() -> list[str]:
 
 
 def _limits() -> list[str]:
-    rounds = result("live/smollm2.json")["traffic"]["rounds"]
-    kinds, count = len(rounds[0]["phases"]), len({each["round"] for each in rounds})
+    settings = result("bench/smollm2.json")["settings"]
     return [
-        f"in {word(count)} rounds",
-        f"one pair and {word(kinds)} kinds of text",
+        f"in {word(settings['rounds'])} rounds",
+        f"one pair and {word(len(settings['prompts']))} kinds of text",
         *_useless_range(),
     ]
 
@@ -331,37 +329,6 @@ def _live_budget() -> str:
     )
 
 
-def _live_served() -> list[str]:
-    found = result("live/smollm2.json")
-    rounds = len({each["round"] for each in found["traffic"]["rounds"]})
-    script = (ROOT / "experiments" / "live_smollm2.py").read_text()
-    (tokens,) = re.findall(r"^TOKENS = (\d+)", script, re.MULTILINE)
-    over = {
-        (arm, load): result_tables.live_over(arm, load)
-        for arm in ("bare", "tuned")
-        for load in (1, 8)
-    }
-    copying = {name: f"{ratio:.2f}" for name, ratio in found["copying"]["ratios"].items()}
-    little = ("summarization", "rag", "coding", "qa", "writing")
-    best = min(("bare", "fixed-2", "fixed-5", "tuned"), key=lambda a: _over_all(found, a))
-    return [
-        f"{word(rounds)} rounds of {tokens}-token answers",
-        f"{over['bare', 1]} times the tokens per second of bare vLLM with one request at a time "
-        f"and {over['bare', 8]} times with eight; {over['tuned', 1]} and {over['tuned', 8]} times "
-        "those of the tuned table",
-        if_true(best == "tuned", "the best of the other arms"),
-        f"{found['phase_worst_ratio']:.2f} of the best fixed length",
-        *_useless(),
-        f"{copying['translation']} on translation",
-        ", ".join(f"{name} {copying[name]}" for name in little),
-    ]
-
-
-def _over_all(found: Any, arm: str) -> float:
-    ratios = found["traffic"]["ratios"].values()
-    return sum(each["to_each_arm_over_all"][arm] for each in ratios)
-
-
 def _prompt_lookup() -> list[str]:
     copying = result("control/copying.json")
     row = copying["by_match"][str(MIN_MATCH)]["all"]
@@ -382,11 +349,7 @@ def _quickstart() -> list[str]:
 
 def _results() -> list[str]:
     first = result("train/from_target_layers.json")["runs"][-1]["settings"]
-    rounds = len({each["round"] for each in result("live/smollm2.json")["traffic"]["rounds"]})
-    return [
-        f"blocks of {first['block_size']}",
-        f"Medians of {word(rounds)} rounds",
-    ]
+    return [f"blocks of {first['block_size']}"]
 
 
 def _scale() -> list[str]:

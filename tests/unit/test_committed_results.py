@@ -45,6 +45,7 @@ def result(name: str) -> Any:
         "tpu/drafts.json",
         "live/ablation.json",
         "live/budget.json",
+        "live/prompt_lookup.json",
         "live/useless.json",
         *(f"reliability/{path.name}" for path in sorted(RELIABILITY.glob("*.json"))),
     ],
@@ -96,8 +97,9 @@ def test_no_fault_has_lost_anything() -> None:
 
 def test_our_drafter_class_costs_no_throughput() -> None:
     for ratio in result("serve/throughput.json")["ratios"].values():
-        assert ratio["rounds"] >= 40
-        assert ratio["median"] >= 0.98
+        assert ratio["pairs"] >= 20
+        assert ratio["value"] >= 0.98
+        assert ratio["high"] >= 1  # no significant loss
 
 
 # Relative to the largest value. FP8 keeps 4 bits of a value, bfloat16 8, in each of six layers.
@@ -214,15 +216,16 @@ def test_every_fault_was_run() -> None:
 
 PROMPT_SETS = {"gsm8k", "humaneval", "mt_bench"}
 CONCURRENCIES = {1, 4, 8, 16}
+ARMS = ("fixed-1", "fixed-3", "fixed-5", "fixed-7", "tuned", "live")
 
 
 def test_the_bench_has_every_cell_with_its_rounds() -> None:
     found = result("bench/smollm2.json")
     cells = {(c["prompt_set"], c["concurrency"], c["arm"]): c for c in found["cells"]}
-    wanted = product(PROMPT_SETS, CONCURRENCIES, ("bare", "bare-again", "tuned"))
+    wanted = product(PROMPT_SETS, CONCURRENCIES, ("bare", "bare-again", *ARMS))
     assert set(cells) == set(wanted)
     for (_, _, arm), cell in cells.items():
-        assert len(cell["rounds"]) >= 10
+        assert len(cell["rounds"]) >= 8
         assert (cell["speedup"] is None) == (arm == "bare")
         if arm != "bare":
             assert cell["low"] < cell["speedup"] < cell["high"]

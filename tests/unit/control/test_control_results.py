@@ -14,10 +14,9 @@ def test_results_name_their_scripts() -> None:
     for name, script in (
         ("control/simulator.json", "simulate_control.py"),
         ("control/copying.json", "measure_copying.py"),
-        ("live/smollm2.json", "measure_live.py"),
     ):
         assert result(name)["provenance"]["command"].startswith(f"python scripts/{script}")
-    for name in ("ablation", "budget"):
+    for name in ("ablation", "budget", "prompt_lookup"):
         command = result(f"live/{name}.json")["provenance"]["command"]
         assert command.startswith(f"python experiments/live_{name}.py")
 

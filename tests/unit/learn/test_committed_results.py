@@ -6,8 +6,6 @@ from typing import Any
 from leadout.learn.config import CycleSettings
 from support.models import ROOT
 
-BASE = ("gsm8k", "humaneval", "mt_bench")
-
 
 def result(name: str, script: str, folder: str = "scripts/") -> Any:
     found = json.loads((ROOT / "results" / "learn" / name).read_text())
@@ -15,20 +13,8 @@ def result(name: str, script: str, folder: str = "scripts/") -> Any:
     return found
 
 
-def test_the_drafter_learned_new_traffic_and_forgot_little() -> None:
-    found = result("smollm2.json", "learn_smollm2.py")
-    sets = found["sets"]
-    # The traffic was new: the drafter was better on every base set before.
-    assert found["acceptance_before"] < min(sets[name]["before"]["value"] for name in BASE)
-    assert sets["tickets"]["change"]["low"] >= 0.25
-    assert found["base_change"] >= -0.03
-    assert found["training_minutes"] <= 30
-    assert found["swaps"] >= 1
-    assert found["failed_requests"] == found["changed_answers"] == 0
-
-
 def test_ten_swaps_under_load_changed_no_answer_and_failed_no_request() -> None:
-    found = result("swaps.json", "measure_swaps.py")
+    found = result("swaps.json", "learn_swaps.py", "experiments/")
     assert found["swaps"] >= 10
     assert found["clients"] == 8
     assert found["failed_requests"] == found["changed_answers"] == 0
