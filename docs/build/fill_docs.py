@@ -18,6 +18,7 @@ import qwen_tables
 import reliability_tables
 import result_tables
 import scale_tables
+import speed_tables
 import train_tables
 import worth_tables
 from result_tables import ROOT
@@ -36,6 +37,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bench-method": result_tables.bench_method,
     "bench-sets": result_tables.bench_sets,
     "bench-rounds": result_tables.bench_rounds,
+    "tune-and-bench": speed_tables.tune_and_bench,
     "profile": result_tables.profile,
     "overhead": result_tables.overhead,
     "acceptance-sets": result_tables.acceptance_sets,

@@ -1,0 +1,72 @@
+"""What `leadout tune` reports against what `leadout bench` measures, for every pair that ships."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from result_tables import result, table
+
+# Tuned files, and benches that served with them.
+PAIRS = {
+    "SmolLM2": ("bench/smollm2-tuned.json", "bench/smollm2.json"),
+    "SmolLM2, quickstart": ("quickstart/tuned.json", "quickstart/bench.json"),
+    "Qwen2.5-Coder-1.5B": (
+        "bench/qwen2.5-coder-1.5b-tuned.json",
+        "bench/qwen2.5-coder-1.5b.json",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """A number of concurrent requests to a pair, with the K of the tuned file."""
+
+    pair: str
+    requests: int
+    k: int
+    tuned: dict[str, float]  # the value and its 95% interval
+    measured: dict[str, float]
+
+    @property
+    def is_contained(self) -> bool:
+        return self.tuned["low"] <= self.measured["speedup"] <= self.tuned["high"]
+
+
+def loads() -> list[Load]:
+    """All loads that were tuned for and measured."""
+    found = []
+    for pair, (tuned_name, bench_name) in PAIRS.items():
+        tuned, bench = result(tuned_name), result(bench_name)
+        for mean in bench["geometric_means"]:
+            requests = mean["concurrency"]
+            if mean["arm"] == "tuned":
+                k = _length_at(tuned, requests)
+                speedup = tuned["speedup"][str(requests)][str(k)]
+                found.append(Load(pair, requests, k, speedup, mean))
+    return found
+
+
+def tune_and_bench() -> str:
+    rows = [
+        (
+            each.pair,
+            each.requests,
+            each.k,
+            _interval(each.tuned, "value"),
+            _interval(each.measured, "speedup"),
+            "yes" if each.is_contained else "no",
+        )
+        for each in loads()
+    ]
+    heads = ("pair", "concurrent requests", "K", "`leadout tune`", "`leadout bench`")
+    return table((*heads, "within the interval of tune"), rows)
+
+
+def _length_at(tuned: Any, requests: int) -> int:
+    (k,) = [k for first, last, k in tuned["table"] if first <= requests <= last]
+    return int(k)
+
+
+def _interval(found: dict[str, float], value: str) -> str:
+    return f"{found[value]:.2f} ({found['low']:.2f} to {found['high']:.2f})"
