@@ -225,7 +225,7 @@ def test_the_bench_has_every_cell_with_its_rounds() -> None:
     wanted = product(PROMPT_SETS, CONCURRENCIES, ("bare", "bare-again", *ARMS))
     assert set(cells) == set(wanted)
     for (_, _, arm), cell in cells.items():
-        assert len(cell["rounds"]) >= 8
+        assert len(cell["rounds"]) >= 6
         assert (cell["speedup"] is None) == (arm == "bare")
         if arm != "bare":
             assert cell["low"] < cell["speedup"] < cell["high"]
