@@ -29,7 +29,7 @@ ARMS = ("1", "3", "5", "7", "tuned")
 SETS = ("humaneval", "mbpp")
 LOADS = (1, 4, 8, 16)
 OUTPUT_TOKENS = 128
-FLAGS = ("--dtype", "float32", "--max-model-len", "1024")
+FLAGS = ("--max-model-len", "1024")
 
 
 def main() -> None:
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("drafter", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; default: all")
     parser.add_argument("--concurrency", type=int, action="append")
     parser.add_argument("--short", action="store_true", help="tune in minutes, acceptance roughly")
@@ -78,7 +79,7 @@ def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
         seconds=arguments.seconds,
         turns="slices",
         output_tokens=OUTPUT_TOKENS,
-        server_flags=FLAGS,
+        server_flags=("--dtype", arguments.dtype, *FLAGS),
         out=arguments.work / "bench" / arm,
         resume=True,
         **chosen,
@@ -94,6 +95,7 @@ def tune(arguments: argparse.Namespace) -> Path:
     if not tuned.exists():
         command = [sys.executable, "-m", "leadout", "tune", arguments.target, arguments.drafter]
         flags = ["--max-batch", max(arguments.concurrency or LOADS), "--out", tuned, *FLAGS]
+        flags += ["--dtype", arguments.dtype]
         flags += ["--short"] if arguments.short else []
         subprocess.run([str(word) for word in [*command, *flags]], check=True)
     return tuned

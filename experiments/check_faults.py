@@ -3,7 +3,7 @@
     python experiments/check_faults.py TARGET DRAFTER --tuning-text PROMPTS --out FILE
 
 Every fault is written as a separate checkpoint (or target), without the training record unless only
-the record can show the fault. Reported for each fault: the acceptance it costs, what the check
+the record can show the fault, and checked on as many texts as by default. Reported for each fault: the acceptance it costs, what the check
 names first, and what the repair restores. The fine-tuned target was trained on the texts of
 PROMPTS, a prompt set that the drafter's training did not contain.
 """
@@ -48,9 +48,8 @@ from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.provenance import Provenance, RunStart
 
-DTYPE, PRECISION = "float32", torch.float32  # not every CPU computes in bfloat16
+DTYPE, PRECISION = "bfloat16", torch.bfloat16  # as the check by default
 TOKENS = 64
-PROMPTS_PER_SET = 5
 TUNING_STEPS, TUNING_BATCH, TUNING_LENGTH, TUNING_RATE = 40, 4, 128, 3e-5
 SMALL_EFFECT = 0.02  # below this a fault need not be found
 # The names of these causes where files alone show them.
@@ -176,7 +175,7 @@ class Bench:
 
 def texts_of(target: Path) -> list[Text]:
     """The target's own greedy answers in vLLM."""
-    prompts = check_prompts((), Chat(target), 1200, PROMPTS_PER_SET)
+    prompts = check_prompts((), Chat(target), 1200)
     request = SessionRequest(
         target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype=DTYPE
     )

@@ -30,22 +30,22 @@ from leadout.stats import paired_ratio
 
 OUT = ROOT / "results" / "live" / "prompt_lookup.json"
 CATEGORIES = ("summarization", "rag", "coding", "qa", "writing", "translation")
-DTYPE = "float32"  # not every CPU computes in bfloat16
 TOKENS = 64
-SECONDS = 4.0  # of a wave
+SECONDS = 3.0  # of a wave
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("target", "drafter", "tuned", "prompts", "work"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=4, help="other texts in every round")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     rounds = asyncio.run(measure(arguments))
     found = {
-        "dtype": DTYPE,
+        "dtype": arguments.dtype,
         "output_tokens": TOKENS,
         "seconds": SECONDS,
         "ratio": {
@@ -69,7 +69,8 @@ async def measure(arguments: Any) -> dict[str, list[dict[str, float]]]:
         started = {
             name: stack.enter_context(
                 Server(
-                    [*serve, *more, *flags, "--dtype", DTYPE], log=arguments.work / f"{name}.log"
+                    [*serve, *more, *flags, "--dtype", arguments.dtype],
+                    log=arguments.work / f"{name}.log",
                 )
             )
             for name, more in arms.items()
