@@ -6,7 +6,8 @@ Memory holds three servers of this target: bare vLLM twice, which shows the erro
 one that drafts. They take turns within seconds. `--arm` chooses the ways of drafting: a fixed K in
 vLLM without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `tuned` (the lengths
 of `leadout tune`); `live` would need a fourth server. A second call continues where the first
-stopped. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call.
+stopped. Processors without instructions for bfloat16 are faster with `--dtype float32`. Writes
+results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the tuned file beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, write_result
+from common import ROOT, store_tuned, write_result
 from leadout.bench.report import print_result
 from leadout.bench.results import BenchResult
 from leadout.bench.run import bench
@@ -25,6 +26,7 @@ from leadout.bench.settings import BenchSettings
 from leadout.console import Progress
 
 RESULT = ROOT / "results" / "bench" / "qwen2.5-coder-1.5b.json"
+TUNED = RESULT.with_name("qwen2.5-coder-1.5b-tuned.json")
 ARMS = ("1", "3", "5", "7", "tuned")
 SETS = ("humaneval", "mbpp")
 LOADS = (1, 4, 8, 16)
@@ -98,6 +100,7 @@ def tune(arguments: argparse.Namespace) -> Path:
         flags += ["--dtype", arguments.dtype]
         flags += ["--short"] if arguments.short else []
         subprocess.run([str(word) for word in [*command, *flags]], check=True)
+    store_tuned(tuned, TUNED)
     return tuned
 
 

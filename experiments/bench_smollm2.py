@@ -2,12 +2,12 @@
 
     python experiments/bench_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
-Three prompt sets at four concurrencies, in bfloat16 by default, which is slow on processors without
-instructions for it (`--dtype float32`). The arms are four fixed draft lengths in vLLM without Leadout, `tuned` (the lengths of `leadout tune`) and
-`live` (a length chosen at every step). Servers take turns in waves, because live control learns
-from no step in which its server was stopped. Takes an hour on two idle cores; a second call
-continues where the first stopped. Writes `results/bench/smollm2.*`, and bare vLLM against itself
-as `aa.json`.
+Three prompt sets at four concurrencies. The arms are four fixed draft lengths in vLLM without
+Leadout, `tuned` (the lengths of `leadout tune`) and `live` (a length chosen at every step). Servers
+take turns in waves, because live control learns from no step in which its server was stopped.
+Processors without instructions for bfloat16 are faster with `--dtype float32`. Takes an hour on two
+idle cores; a second call continues where the first stopped. Writes `results/bench/smollm2.*`, and
+bare vLLM against itself as `aa.json`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import ROOT, SHIPPED
+from common import ROOT, SHIPPED, store_tuned
 from leadout.bench.page import PICTURE, REPORT, RESULTS, write_files
 from leadout.bench.report import print_result
 from leadout.bench.results import BenchResult
 from leadout.bench.run import bench
 from leadout.bench.settings import BenchSettings
 from leadout.console import Progress
-from leadout.control.tuned_file import read_tuned, write_tuned
-from leadout.models import last_part
 
 OUT = ROOT / "results" / "bench"
 SETS = ("gsm8k", "humaneval", "mt_bench")
@@ -77,12 +75,7 @@ def tune(target: Path, work: Path, dtype: str) -> Path:
         command = [sys.executable, "-m", "leadout", "tune", str(target), str(SHIPPED)]
         flags = ["--max-batch", str(max(CONCURRENCIES)), "--dtype", dtype, "--out", str(tuned)]
         subprocess.run([*command, *flags], check=True)
-    found = read_tuned(tuned)
-    models = {  # without the folders of this machine
-        part: model.model_copy(update={"name": last_part(model.name)})
-        for part, model in (("target", found.target), ("drafter", found.drafter))
-    }
-    write_tuned(found.model_copy(update=models), OUT / "smollm2-tuned.json")
+    store_tuned(tuned, OUT / "smollm2-tuned.json")
     return tuned
 
 

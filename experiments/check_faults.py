@@ -3,9 +3,10 @@
     python experiments/check_faults.py TARGET DRAFTER --tuning-text PROMPTS --out FILE
 
 Every fault is written as a separate checkpoint (or target), without the training record unless only
-the record can show the fault, and checked on as many texts as by default. Reported for each fault: the acceptance it costs, what the check
-names first, and what the repair restores. The fine-tuned target was trained on the texts of
-PROMPTS, a prompt set that the drafter's training did not contain.
+the record can show the fault, and is checked on as many texts as by default. Reported for each
+fault: the acceptance it costs, what the check names first, and what the repair restores. The
+fine-tuned target was trained on the texts of PROMPTS, a prompt set that the drafter's training did
+not contain.
 """
 
 from __future__ import annotations

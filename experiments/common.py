@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from leadout.models import fingerprint
+from leadout.control.tuned_file import read_tuned, write_tuned
+from leadout.models import fingerprint, last_part
 from leadout.provenance import Provenance, RunStart
 
 STARTED = RunStart.now()
@@ -58,6 +59,16 @@ def write_result(path: Path, result: dict[str, Any], **models: Path | str) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(text)
+
+
+def store_tuned(tuned: Path, path: Path) -> None:
+    """Copy a file of `leadout tune` to the results, without the folders of this machine."""
+    found = read_tuned(tuned)
+    models = {
+        part: model.model_copy(update={"name": last_part(model.name)})
+        for part, model in (("target", found.target), ("drafter", found.drafter))
+    }
+    write_tuned(found.model_copy(update=models), path)
 
 
 def link_states(earlier: Path, later: Path) -> None:

@@ -64,14 +64,12 @@ async def measure(arguments: Any) -> dict[str, list[dict[str, float]]]:
     without = {"leadout": {"live": {"prompt_lookup_min_match": 0}}}
     arms = {"with": [], "without": ["--additional-config", json.dumps(without)]}
     flags = [*common_flags([1], on_cpu=True, servers=len(arms)), "--max-model-len", "2048"]
+    flags += ["--dtype", arguments.dtype]
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in CATEGORIES}
     with ExitStack() as stack:
         started = {
             name: stack.enter_context(
-                Server(
-                    [*serve, *more, *flags, "--dtype", arguments.dtype],
-                    log=arguments.work / f"{name}.log",
-                )
+                Server([*serve, *more, *flags], log=arguments.work / f"{name}.log")
             )
             for name, more in arms.items()
         }

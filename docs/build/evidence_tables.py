@@ -23,7 +23,9 @@ def evidence() -> str:
         *_lossless(),
     ]
     made = table(("what", "measured", "n", "file"), rows)
-    return f"{made}\n\n\\* With [an earlier drafter]({{root}}docs/check-faults.md) for the same model."
+    return (
+        f"{made}\n\n\\* With [an earlier drafter]({{root}}docs/check-faults.md) for the same model."
+    )
 
 
 def learn_picture() -> str:
