@@ -1,0 +1,17 @@
+"""What `leadout tune` reports contains what `leadout bench` then measures."""
+
+from __future__ import annotations
+
+import speed_tables
+
+
+def test_the_intervals_of_tune_contain_what_bench_measures() -> None:
+    loads = speed_tables.loads()
+    assert {each.pair for each in loads} == set(speed_tables.PAIRS)
+    assert len(loads) >= 8
+    assert sum(each.is_contained for each in loads) >= 0.9 * len(loads)
+
+
+def test_a_speed_up_outside_the_interval_is_counted() -> None:
+    tuned, measured = {"value": 1.5, "low": 1.4, "high": 1.6}, {"speedup": 1.3}
+    assert not speed_tables.Load("a pair", 1, 3, tuned, measured).is_contained
