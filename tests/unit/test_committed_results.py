@@ -236,22 +236,26 @@ def test_the_bench_has_every_cell_with_its_rounds() -> None:
 def test_speedups_have_intervals_at_every_load() -> None:
     means = result("bench/smollm2.json")["geometric_means"]
     assert {mean["concurrency"] for mean in means} == CONCURRENCIES
-    # Wider at one request, where a round of few tokens depends on its text.
-    limits = {1: 0.12, 4: 0.08, 8: 0.06, 16: 0.05}
     for mean in means:
         half = (mean["high"] - mean["low"]) / 2
-        assert half <= limits[mean["concurrency"]] * mean["speedup"]
+        assert half <= 0.12 * mean["speedup"]
+
+
+def test_live_control_is_at_no_load_slower_than_bare_vllm_or_than_the_best_other_arm() -> None:
+    means = result("bench/smollm2.json")["geometric_means"]
+    for load in CONCURRENCIES:
+        found = {mean["arm"]: mean for mean in means if mean["concurrency"] == load}
+        assert found["live"]["speedup"] >= 1
+        assert found["live"]["high"] >= max(mean["speedup"] for mean in found.values())
 
 
 def test_bare_vllm_against_itself_is_nearly_1() -> None:
     found = result("bench/aa.json")
-    assert found["rounds"] >= 10
     assert {cell["concurrency"] for cell in found["cells"]} == CONCURRENCIES
     for cell in found["cells"]:
-        # At one request 3% are not reached: the servers of this run differ for as long as they run.
-        limit = 0.04 if cell["concurrency"] == 1 else 0.03
-        assert abs(cell["ratio"] - 1) <= limit
-        assert cell["low"] <= 1.005 <= cell["high"]
+        assert cell["pairs"] >= 18
+        assert abs(cell["ratio"] - 1) <= 0.05  # in waves, which live control needs
+        assert cell["low"] <= 1 <= cell["high"]
 
 
 def test_slices_give_narrower_intervals_than_waves() -> None:
