@@ -72,7 +72,10 @@ def swaps() -> str:
         ("swaps, greedy answers", f"{found['swaps']}, {found['answers']}"),
         ("failed requests", found["failed_requests"]),
         ("answers that differ from bare vLLM's", found["changed_answers"]),
-        ("duration of a swap in the worker", f"{1000 * min(pauses):.1f} to {1000 * max(pauses):.1f} ms"),
+        (
+            "duration of a swap in the worker",
+            f"{1000 * min(pauses):.1f} to {1000 * max(pauses):.1f} ms",
+        ),
         ("longest gap between tokens at a swap", _ms(found["longest_gap_at_a_swap"])),
         ("longest gap elsewhere", _ms(found["longest_gap_elsewhere"])),
         ("median gap elsewhere", _ms(found["median_gap_elsewhere"])),
