@@ -26,7 +26,10 @@ _MAX_LABEL = 30  # characters
 _LEGEND_WIDTH = 85  # characters in a row
 _MAX_LABELLED_DOTS = 12  # more of them and their numbers would overlap
 _INK, _SOFT, _GRID = "#1c2330", "#5b6675", "#dfe4ea"
-_COLOURS = ("#2563eb", "#d97706", "#0d9488", "#be185d", "#6d28d9")
+_COLOURS = (
+    *("#2563eb", "#d97706", "#0d9488", "#be185d", "#6d28d9"),
+    *("#64748b", "#65a30d", "#7c2d12"),  # a bench has up to eight arms
+)
 _RC: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: selectable, and small
     "svg.hashsalt": "leadout",  # ids are the same in every run

@@ -46,6 +46,13 @@ def test_every_number_is_in_the_description(draw: Callable[[list[Series]], Chart
     assert "1.000" in description
 
 
+def test_eight_series_have_different_colours() -> None:
+    series = [Series(str(number), POINTS) for number in range(8)]
+    drawn = charts.picture([charts.dots(series, "t", "below", "beside")])
+    legend = set(re.findall(r"fill: (#[0-9a-f]{6}); stroke: \1", drawn))
+    assert len(legend) >= 8
+
+
 def test_hostile_labels_stay_text(draw: Callable[[list[Series]], Chart]) -> None:
     points = [Point(HOSTILE, 1.0), Point("$\\frac{1}{0}$ \x00\x1b", 2.0), Point("漢字", 3.0)]
     drawn = charts.inline(draw([Series(HOSTILE, points), Series("$x", points)]))
