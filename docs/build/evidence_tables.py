@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import qwen_tables
-from result_tables import ROOT, result, table
+from result_tables import ROOT, interval, result, speedup, table
 
 PICTURE = "learn/picture.json"
 MIN_REPAIRED = 0.99  # of the healthy acceptance
@@ -33,7 +33,7 @@ def learn_picture() -> str:
     if not (ROOT / "results" / PICTURE).exists():
         return ""
     found = result(PICTURE)
-    before, after = (_interval(found["tokens_per_second"][when]) for when in ("before", "after"))
+    before, after = (interval(found["tokens_per_second"][when]) for when in ("before", "after"))
     image = PICTURE.replace(".json", ".svg")
     return (
         f"![Tokens per second before, during and after learning]({{root}}results/{image})\n\n"
@@ -41,7 +41,7 @@ def learn_picture() -> str:
         f"has never seen. `leadout learn` trains on {found['learnt_from_requests']} of them for "
         f"{found['training_seconds'] / 60:.0f} minutes, on the same two cores, and the server "
         "swaps the new version in without a restart. Tokens per second on held-out requests: "
-        f"{before} before, {after} after, {_interval(found['ratio'])} times as many. Failed "
+        f"{before} before, {after} after, {interval(found['ratio'])} times as many. Failed "
         f"requests: {found['failed_requests']} of {found['requests']:,} "
         f"([result]({{root}}results/{PICTURE}))."
     )
@@ -107,22 +107,20 @@ def _speed() -> list[tuple[str, ...]]:
     return [
         _row(
             "speed over bare vLLM, one request at a time: SmolLM2-135M",
-            f"**{_interval(means['tuned', 1], 'speedup')}**",
+            f"**{speedup(means['tuned', 1])}**",
             f"{len(settings['prompts'])} prompt sets, {settings['rounds']} rounds",
             "bench/smollm2.json",
         ),
         _row(
             f"the same with {most} requests at a time: vLLM with whole blocks, with `--live`",
-            f"{_interval(means['fixed', most], 'speedup')}, "
-            f"**{_interval(means['live', most], 'speedup')}**",
+            f"{speedup(means['fixed', most])}, **{speedup(means['live', most])}**",
             f"{len(settings['prompts'])} prompt sets, {settings['rounds']} rounds",
             "bench/smollm2.json",
         ),
         _row(
             "speed over bare vLLM with 1 and 4 requests at a time: Qwen2.5-Coder-1.5B in int8, "
             f"drafter trained for {result(qwen_tables.TRAINING)['training_minutes']:.0f} minutes",
-            f"{_interval(qwen_tables.mean_at(1), 'speedup')}, "
-            f"**{_interval(qwen_tables.mean_at(4), 'speedup')}**",
+            f"{speedup(qwen_tables.mean_at(1))}, **{speedup(qwen_tables.mean_at(4))}**",
             f"{len(larger['prompts'])} prompt sets, {larger['rounds']} rounds",
             qwen_tables.BENCH,
         ),
@@ -135,7 +133,7 @@ def _useless() -> list[tuple[str, ...]]:
     return [
         _row(
             "speed of `--live` with a useless drafter over bare vLLM, in the worst load",
-            f"**{_interval(worst, 'ratio')}**",
+            f"**{interval(worst, 'ratio')}**",
             f"{len(cells)} loads",
             "live/useless.json",
         )
@@ -154,8 +152,7 @@ def _learning() -> list[tuple[str, ...]]:
                 f"acceptance length on traffic of a new kind ({kind}), before and after learning "
                 f"from {found['requests']} requests; {row['seconds_to_swap'] / 60:.0f} minutes "
                 "from the first one to the swap",
-                f"{row['acceptance_before']['value']:.2f}, "
-                f"**{_interval(row['acceptance_after'])}**",
+                f"{row['acceptance_before']['value']:.2f}, **{interval(row['acceptance_after'])}**",
                 f"{found['measured_prompts']} held-out requests, {len(seeds)} seeds",
                 name,
             )
@@ -201,10 +198,6 @@ def _lossless() -> list[tuple[str, ...]]:
             "lossless/smollm2.json",
         )
     ]
-
-
-def _interval(found: Any, value: str = "value") -> str:
-    return f"{found[value]:.2f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
 def _change(found: Any) -> str:

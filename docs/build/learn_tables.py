@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from result_tables import result, table
+from result_tables import interval, result, table
 
 # Names for keys of results/learn/capture.json.
 _CAPTURED = {"capture": "every request", "refusing disk": "every request, disk refuses writes"}
@@ -148,7 +148,7 @@ def capture() -> str:
     rows = [
         (
             _CAPTURED[arm],
-            _interval(ratio),
+            interval(ratio),
             *(f"{share:.4%}" for share in found["share_of_the_time"][arm].values()),
         )
         for arm, ratio in found["ratio"].items()
@@ -163,15 +163,15 @@ def states_cost() -> str:
     found = result("learn/states_cost.json")
     times = found["share_of_time_in_tap"]
     rows: list[tuple[object, ...]] = [
-        (f"{float(share):.0%}", "none", _interval(ratio), f"{times[share]:.2%}")
+        (f"{float(share):.0%}", "none", interval(ratio), f"{times[share]:.2%}")
         for share, ratio in found["throughput_ratio"].items()
     ]
     rows += [
-        ("100%", name, _interval(found["readers"][key]["throughput"]), f"{times[key]:.2%}")
+        ("100%", name, interval(found["readers"][key]["throughput"]), f"{times[key]:.2%}")
         for key, name in _READERS.items()
     ]
     rows.append(
-        ("no ring, measured twice", "none", _interval(found["same_again"]["throughput"]), "")
+        ("no ring, measured twice", "none", interval(found["same_again"]["throughput"]), "")
     )
     heads = ("share of requests", "learner", "throughput relative to no ring (95% interval)")
     made = table((*heads, "time spent on copying"), rows)
@@ -187,8 +187,8 @@ def states() -> str:
             kind,
             row["seed"],
             arm,
-            _interval(row["acceptance_before"]),
-            _interval(row["acceptance_after"]),
+            interval(row["acceptance_before"]),
+            interval(row["acceptance_after"]),
             f"{row['seconds_to_swap']:.0f} s",
             f"{row['memory_bytes']['with its processes'] / 2**30:.1f} GiB",
         )
@@ -228,8 +228,8 @@ def drift() -> str:
     swapped = [each["hour"] for each in found["events"] if each["event"] == "swapped"]
     rows = [
         ("requests, failed", f"{found['requests']}, {found['failed_requests']}"),
-        ("acceptance length without a learner", _interval(without)),
-        ("with the learner", _interval(with_it)),
+        ("acceptance length without a learner", interval(without)),
+        ("with the learner", interval(with_it)),
         ("change", _change(found["change"])),
         ("change on the base sets at the end", _change(found["base_change"])),
         ("largest loss that the gate allows", f"{found['base_loss_bound']:.0%}"),
@@ -244,15 +244,11 @@ def drift() -> str:
     return table((title, "measured"), rows)
 
 
-def _interval(interval: Any) -> str:
-    return f"{interval['value']:.2f} ({interval['low']:.2f} to {interval['high']:.2f})"
-
-
-def _change(interval: Any) -> str:
-    if interval is None:
+def _change(found: Any) -> str:
+    if found is None:
         return "not measured"
-    low, high = _percent(interval["low"]), _percent(interval["high"])
-    return f"{_percent(interval['value'])} ({low} to {high})"
+    low, high = _percent(found["low"]), _percent(found["high"])
+    return f"{_percent(found['value'])} ({low} to {high})"
 
 
 def _percent(share: float) -> str:

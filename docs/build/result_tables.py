@@ -21,6 +21,20 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def interval(found: Any, value: str = "value", digits: int = 2) -> str:
+    """A value with the ends of its 95% interval."""
+    shown, low, high = (f"{found[name]:.{digits}f}" for name in (value, "low", "high"))
+    return f"{shown} ({low} to {high})"
+
+
+def speedup(cell: Any) -> str:
+    return interval(cell, "speedup")
+
+
+def same_again(cell: Any) -> str:
+    return interval(cell, "ratio", digits=3)
+
+
 # Speed
 
 
@@ -81,7 +95,12 @@ def bench_means() -> str:
 
 def bench_aa() -> str:
     rows = [
-        (cell["concurrency"], same_again(cell), _interval(cell["processor_ratio"]), cell["pairs"])
+        (
+            cell["concurrency"],
+            same_again(cell),
+            interval(cell["processor_ratio"], digits=3),
+            cell["pairs"],
+        )
         for cell in result("bench/aa.json")["cells"]
     ]
     heads = ("concurrent requests", "A/A by the clock", "by processor seconds", "pairs")
@@ -144,7 +163,7 @@ def overhead() -> str:
     rows = [
         (
             name.removeprefix("concurrency "),
-            _interval(each),
+            interval(each, digits=3),
             each["pairs"],
         )
         for name, each in ratios.items()
@@ -154,18 +173,6 @@ def overhead() -> str:
 
 def _ms(interval: Any) -> str:
     return f"{1000 * interval['value']:.1f} ms"
-
-
-def speedup(cell: Any) -> str:
-    return f"{cell['speedup']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
-
-
-def same_again(cell: Any) -> str:
-    return f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
-
-
-def _interval(ratio: Any) -> str:
-    return f"{ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
 
 
 # Acceptance and correctness

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from result_tables import result, table
+from result_tables import interval, result, speedup, table
 
 # Tuned files, and benches that served with them.
 PAIRS = {
@@ -42,8 +42,8 @@ def loads() -> list[Load]:
             requests = mean["concurrency"]
             if mean["arm"] == "tuned":
                 k = _length_at(tuned, requests)
-                speedup = tuned["speedup"][str(requests)][str(k)]
-                found.append(Load(pair, requests, k, speedup, mean))
+                predicted = tuned["speedup"][str(requests)][str(k)]
+                found.append(Load(pair, requests, k, predicted, mean))
     return found
 
 
@@ -53,8 +53,8 @@ def tune_and_bench() -> str:
             each.pair,
             each.requests,
             each.k,
-            _interval(each.tuned, "value"),
-            _interval(each.measured, "speedup"),
+            interval(each.tuned),
+            speedup(each.measured),
             "yes" if each.is_contained else "no",
         )
         for each in loads()
@@ -66,7 +66,3 @@ def tune_and_bench() -> str:
 def _length_at(tuned: Any, requests: int) -> int:
     (k,) = [k for first, last, k in tuned["table"] if first <= requests <= last]
     return int(k)
-
-
-def _interval(found: dict[str, float], value: str) -> str:
-    return f"{found[value]:.2f} ({found['low']:.2f} to {found['high']:.2f})"
