@@ -3,8 +3,8 @@
 Muon orthogonalizes the update of every matrix with a few Newton-Schulz iterations, which are most
 of its cost. With several ranks, each matrix is orthogonalized by one of them (chosen so that all
 have about the same work) and sent to the others; the momentum is cheap and stays where the weights
-are: a copy on every rank, or sharded like them. On CPUs the iterations are in float32: torch's are
-in bfloat16, which takes several times as long where the processor has no instructions for it.
+are: a copy on every rank, or sharded like them. The iterations are in bfloat16 as in torch, except
+on processors without instructions for it, where it would take several times as long as float32.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
 
+from leadout.evaluate.hidden_states import compute_dtype
 from leadout.train.config import TrainConfig
 from leadout.train.sharding import whole
 
@@ -103,7 +104,9 @@ def _change(update: Tensor, group: dict[str, Any]) -> Tensor:
     if update.device.type == "cpu":
         # The rate of "match_rms_adamw".
         rate = group["lr"] * 0.2 * math.sqrt(max(update.shape))
-        return orthogonalized(update, group["ns_coefficients"], group["ns_steps"]).mul_(-rate)
+        dtype = compute_dtype(torch.bfloat16, update.device)
+        found = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], dtype)
+        return found.mul_(-rate)
     change = nn.Parameter(torch.zeros_like(update))
     change.grad = update
     settings = {key: group[key] for key in ("lr", "ns_coefficients", "eps", "ns_steps")}
@@ -120,20 +123,24 @@ def _change(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def orthogonalized(
-    update: Tensor, coefficients: tuple[float, float, float], iterations: int
+    update: Tensor,
+    coefficients: tuple[float, float, float],
+    iterations: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The Newton-Schulz iterations of Muon in float32: singular values come near 1.
+    """The Newton-Schulz iterations of Muon, computed in `dtype`: singular values come near 1.
 
     Any shape [rows, columns]; computed with the shorter side first, where products are smaller. An
     iteration multiplies X by P = linear + cubic G + quintic G^2 with G = X X^T. The next G is
-    P G P, so a long X need not take part: it is multiplied by the product of all P at the end.
+    P G P, so a long X need not take part: it is multiplied by the product of all P at the end. In
+    bfloat16 that would add up too many rounding errors.
     """
     linear, cubic, quintic = coefficients
     is_tall = update.shape[0] > update.shape[1]
     found = update.T.float() if is_tall else update.float()
-    found = found / found.norm().clamp(min=1e-7)
+    found = (found / found.norm().clamp(min=1e-7)).to(dtype)
     shorter, longer = found.shape
-    if longer > LONG * shorter:
+    if dtype == torch.float32 and longer > LONG * shorter:
         gram, product = symmetric_product(found, found.T), None
         for number in range(iterations):
             factor = symmetric_product(gram, gram).mul_(quintic).add_(gram, alpha=cubic)
@@ -147,7 +154,7 @@ def orthogonalized(
             gram = symmetric_product(found, found.T)
             factor = symmetric_product(gram, gram).mul_(quintic).add_(gram, alpha=cubic)
             found = torch.addmm(found, factor, found, beta=linear)
-    return (found.T if is_tall else found).contiguous()
+    return (found.T if is_tall else found).float().contiguous()
 
 
 def symmetric_product(left: Tensor, right: Tensor) -> Tensor:

@@ -81,6 +81,20 @@ def test_long_matrices_are_orthogonalized_as_others_are(shape: tuple[int, int]) 
     assert ((values > 0.5) & (values < 1.5)).all()
 
 
+@pytest.mark.parametrize("shape", [(24, 24), (64, 24), (16, 160), (300, 900)], ids=str)
+def test_updates_in_bfloat16_are_orthogonal(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    update = torch.randn(shape)
+    coefficients = (3.4445, -4.7750, 2.0315)
+    found = orthogonalized(update, coefficients, 5, torch.bfloat16)
+    assert found.dtype == torch.float32
+    assert found.is_contiguous()
+    values = torch.linalg.svdvals(found)
+    assert ((values > 0.5) & (values < 1.5)).mean(dtype=torch.float32) > 0.9
+    exact = orthogonalized(update, coefficients, 5)
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
 @pytest.mark.parametrize("rows", [1, 255, 257, 600, 1300])
 def test_a_product_of_which_half_is_computed_is_whole(rows: int) -> None:
     torch.manual_seed(0)
