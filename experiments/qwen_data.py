@@ -97,8 +97,8 @@ def generate(arguments: argparse.Namespace, data: Path, sources: list[str]) -> N
             *(word for source in sources for word in ("--prompts", source)),
             *("--prompts", f"self:{WRITTEN_BY_THE_TARGET}", "--limit", LIMIT),
             *("--max-new-tokens", MAX_NEW_TOKENS, "--max-length", MAX_LENGTH),
-            # Where the processor has no bfloat16 instructions, float32 is faster beside int8, too.
-            *("--dtype", "float32", "--concurrency", arguments.concurrency),
+            # The kernels for int8 on processors with AMX do not accept float32.
+            *("--dtype", "bfloat16", "--concurrency", arguments.concurrency),
             *(["--resume"] if started else []),
             *("--", "--enforce-eager"),
         ]

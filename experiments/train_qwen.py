@@ -65,7 +65,7 @@ def main() -> None:
     if not measured.exists():
         sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
         script = ROOT / "experiments" / "train_acceptance.py"
-        flags = ["--dtype", "float32", "--out", measured]
+        flags = ["--out", measured]
         flags += ["--count", arguments.count, "--tokens", arguments.tokens]
         run([sys.executable, script, target, drafter, *sets, *flags])
     write_result(RESULT, target, drafter, work, measured)
@@ -87,7 +87,7 @@ def train(target: Path, work: Path, epochs: float) -> None:
             target,
             taps,
             longest=settings.max_length,
-            dtype=torch.float32,
+            dtype=torch.bfloat16,
             device=torch.device("cpu"),
         ) as states:
             filled = Run(target, corpus, settings, work / STATES, THIS_PROCESS, states=states)
@@ -126,7 +126,7 @@ def states_server(
     layers = [word for tap in taps for word in ("--layers", str(tap))]
     command = [
         *("taskset", "-c", str(core), *LEADOUT, "serve", str(target), "--states", *layers),
-        *("--port", str(PORTS[core]), "--dtype", "float32", "--max-model-len", "1025"),
+        *("--port", str(PORTS[core]), "--dtype", "bfloat16", "--max-model-len", "1025"),
         "--enforce-eager",
     ]
     # With the memory settings of `ALONE`, what was needed while loading would never be returned.
