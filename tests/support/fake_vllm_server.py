@@ -68,6 +68,9 @@ class FakeVllmServer:
             while not self.is_open() and not self.is_over.is_set():
                 time.sleep(0.01)
             with self.lock:
+                if body["model"] != self.model:  # as vLLM answers
+                    message = f"The model `{body['model']}` does not exist."
+                    return 404, {"error": {"message": message}}
                 if self.failing:
                     self.failing -= 1
                     return self.status, {"error": {"message": "on demand"}}
