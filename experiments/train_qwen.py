@@ -6,13 +6,15 @@
 
 Trains on the answers in experiments/data/ (experiments/qwen_data.py wrote them), measures
 acceptance on the evaluation sets and writes results/train/qwen2.5-coder-1.5b.json. Every stage
-continues where an earlier call was interrupted. Two servers make the target's states, one on each
+continues where an earlier call was interrupted. With `--initial` a run continues from the shipped
+drafter, and the result has its runs, too. Two servers make the target's states, one on each
 core; training then uses both cores, and one server stays for texts whose states are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +33,7 @@ from leadout.data.packed import unpack
 from leadout.evaluate.hidden_states import StatesOnDisk, announce
 from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.served_states import states_from
+from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.train.config import TrainConfig
 from leadout.train.run import Run, complete_settings, read_corpus
@@ -52,6 +56,8 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--epochs", type=float, default=6, help="passes over the answers")
+    parser.add_argument("--initial", type=Path, help="continue from this drafter")
+    parser.add_argument("--learning-rate", type=float, help="instead of that of the settings")
     parser.add_argument("--count", type=int, default=40, help="prompts of each evaluation set")
     parser.add_argument("--tokens", type=int, default=200, help="of each answer to them")
     arguments = parser.parse_args()
@@ -60,7 +66,7 @@ def main() -> None:
     unpack(PACKED, work / "data", prompts_again(target, sources))
     drafter = work / RUN / "drafter"
     if not drafter.exists():
-        train(target, work, arguments.epochs)
+        train(target, work, training_flags(arguments))
     measured = work / "acceptance.json"
     if not measured.exists():
         sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
@@ -68,10 +74,29 @@ def main() -> None:
         flags = ["--out", measured]
         flags += ["--count", arguments.count, "--tokens", arguments.tokens]
         run([sys.executable, script, target, drafter, *sets, *flags])
-    write_result(RESULT, target, drafter, work, measured)
+    earlier = runs_of(arguments.initial)
+    write_result(RESULT, target, drafter, work, measured, earlier)
 
 
-def train(target: Path, work: Path, epochs: float) -> None:
+def runs_of(drafter: Path | None) -> list[Any]:
+    """How the drafter that training continues was made, if it is the one of the result."""
+    if drafter is None or not RESULT.exists():
+        return []
+    found = json.loads(RESULT.read_text())
+    made = found["provenance"]["models"]["drafter"] == fingerprint(drafter)
+    return list(found["runs"]) if made else []
+
+
+def training_flags(arguments: argparse.Namespace) -> list[object]:
+    flags: list[object] = ["--epochs", arguments.epochs]
+    if arguments.initial is not None:
+        flags += ["--initial", arguments.initial.resolve()]
+    if arguments.learning_rate is not None:
+        flags += ["--learning-rate", arguments.learning_rate]
+    return flags
+
+
+def train(target: Path, work: Path, settings_of_call: list[object]) -> None:
     """Compute the states of all samples, then train on them with two processes."""
     settings = TrainConfig.resolve({}, SETTINGS)
     data, vocab_size = DataFolder(work / "data"), read_target(target).vocab_size
@@ -110,7 +135,7 @@ def train(target: Path, work: Path, epochs: float) -> None:
             link_states(work / STATES, out)
         resume = ["--resume"] if (out / "training.yaml").exists() else []
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-        flags = ("--data", (work / "data").resolve(), "--out", out.resolve(), "--epochs", epochs)
+        flags = ("--data", (work / "data").resolve(), "--out", out.resolve(), *settings_of_call)
         server = ("--config", SETTINGS, "--states-from", urls[0])
         engine = ("--", "--enforce-eager")
         # The name of the target is written into the drafter, so it is no path of this machine.

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,29 @@ def run(command: list[object], folder: Path | None = None) -> None:
         sys.exit(f"failed: {' '.join(arguments)}")
 
 
-def write_result(path: Path, target: Path, drafter: Path, work: Path, measured: Path) -> None:
-    """Data, training and acceptance of a drafter; `measured` is from train_acceptance.py."""
+def write_result(
+    path: Path,
+    target: Path,
+    drafter: Path,
+    work: Path,
+    measured: Path,
+    earlier: Sequence[Any] = (),
+) -> None:
+    """Data, training and acceptance of a drafter; `measured` is from train_acceptance.py.
+
+    `earlier` are the runs of the drafter that this one was continued from.
+    """
     acceptance = json.loads(measured.read_text())["sets"]
     data = DataFolder(work / "data")
     config = TrainConfig.resolve({}, work / RUN / "training.yaml").model_dump(mode="json")
     minutes = max(record.seconds for record in read_log(work / RUN / "run")) / 60
+    this_run = {
+        "settings": config,
+        "minutes": minutes,
+        "data_response_tokens": data.response_tokens,
+        **curves(work / RUN),
+    }
+    runs = [*earlier, this_run]
     result = {
         "provenance": provenance(target=target, drafter=drafter),
         "data_samples": sum(c.samples for m in data.manifests for c in m.counts.values()),
@@ -118,11 +136,11 @@ def write_result(path: Path, target: Path, drafter: Path, work: Path, measured: 
             name: sum(m.counts[name].response_tokens for m in data.manifests if name in m.counts)
             for name in sorted({name for m in data.manifests for name in m.counts})
         },
-        "training_minutes": minutes,
+        "training_minutes": sum(run["minutes"] for run in runs),
         "served_acceptance_length": {name: each["served"] for name, each in acceptance.items()},
         "acceptance": acceptance,
         "ahead": mean_ahead(acceptance),
-        "runs": [{"settings": config, "minutes": minutes, **curves(work / RUN)}],
+        "runs": runs,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

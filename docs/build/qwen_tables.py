@@ -91,19 +91,19 @@ def acceptance() -> str:
 
 
 def training() -> str:
-    """Text, time and the curve on held-out answers."""
+    """Text, time and the curve on held-out answers, of one run after the other."""
     found = result(TRAINING)
-    (run,) = found["runs"]
-    curve = ", ".join(
-        f"{point['acceptance_length']:.2f} after {point['minutes']:.0f} minutes"
-        for point in run["held_out_curve"]
-    )
-    rows = [
-        (
-            "training text",
-            f"{found['data_response_tokens']:,} tokens of {found['data_samples']:,} answers",
-        ),
-        ("training", f"{found['training_minutes']:.0f} minutes, {blocks_of(found):,} blocks"),
-        ("acceptance length on held-out answers", curve),
-    ]
-    return table(("", "measured"), rows)
+    rows: list[tuple[str, ...]] = []
+    for number, run in enumerate(found["runs"], start=1):
+        curve = ", ".join(
+            f"{point['acceptance_length']:.2f} after {point['minutes']:.0f} minutes"
+            for point in run["held_out_curve"]
+        )
+        row = (
+            f"{run['data_response_tokens']:,} tokens",
+            f"{run['minutes']:.0f} minutes, {blocks_of({'runs': [run]}):,} blocks",
+            curve,
+        )
+        rows.append((str(number), *row))
+    header = ("run", "text", "training", "acceptance length on held-out answers")
+    return table(header, rows)
