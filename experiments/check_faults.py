@@ -6,22 +6,23 @@ Every fault is written as a separate checkpoint (or target), without the trainin
 the record can show the fault, and is checked on as many texts as by default. Reported for each
 fault: the acceptance it costs, what the check names first, and what the repair restores. The
 fine-tuned target was trained on the texts of PROMPTS, a prompt set that the drafter's training did
-not contain.
+not contain. The cases are shared out over `--processes`; results do not depend on their number.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -80,19 +81,36 @@ def main() -> None:
     parser.add_argument("drafter", type=Path)
     parser.add_argument("--tuning-text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
+    parts = [(arguments, number) for number in range(arguments.processes)]
+    rows: dict[int, dict[str, Any]] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
+        found = [*pool.map(check_part, parts)]
+    for rows_of_part, _ in found:
+        rows |= rows_of_part
+    _, reference = found[0]  # the same in all parts
+    write(arguments, started, reference, [row for _, row in sorted(rows.items())])
+    print(json.dumps(summary([*rows.values()]), indent=2))
+
+
+def check_part(part: tuple[argparse.Namespace, int]) -> tuple[dict[int, dict[str, Any]], float]:
+    """The results of every n-th case by its number, and the acceptance without a fault."""
+    arguments, first = part
     with tempfile.TemporaryDirectory() as folder:
         maker = CaseMaker(arguments.target, arguments.drafter, arguments.tuning_text, Path(folder))
         bench = Bench(arguments.target, arguments.drafter)
-        rows: list[dict[str, Any]] = []
-        for case in track([*maker.faults(), *maker.healthy()], "cases"):
-            rows.append(bench.check(case))
-            write(arguments, started, bench.reference, rows)
-    print(json.dumps(summary(rows), indent=2))
+        cases = [*maker.faults(), *maker.healthy()]
+        own = range(first, len(cases), arguments.processes)
+        rows = {}
+        for number in own:
+            rows[number] = bench.check(cases[number])
+            print(json.dumps(rows[number]), flush=True)
+    return rows, bench.reference
 
 
 def write(arguments: Any, started: RunStart, reference: float, rows: list[dict[str, Any]]) -> None:
-    """Called after each case, so that an interrupted run keeps its results."""
     models = {"target": arguments.target, "drafter": arguments.drafter}
     made = Provenance.of_this_run({r: fingerprint(f) for r, f in models.items()}, started)
     result = {

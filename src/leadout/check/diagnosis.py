@@ -200,8 +200,10 @@ def diagnose(
     acceptance = probe.acceptance(drafter_of(config, weights))
     target = TargetInfo(facts.num_layers, facts.rope, mask_candidates, probe.longest)
     variants = variants_of(config, target)
-    report = progress.stage("known causes", len(variants) + min(FINALISTS, len(variants)))
+    most_tests = min(FINALISTS, len(variants))
+    report = progress.stage("known causes", len(variants) + most_tests)
     trials = try_variants(probe, weights, acceptance, variants, report)
+    report(most_tests - sum(trial.p_value is not None for trial in trials))
     repair = repair_of(trials)
     if repair is not None:
         whole_block = replace(repair.config, block_size=checkpoint.config.block_size)

@@ -1,9 +1,10 @@
 """Which changes of the drafter raise acceptance: screened on some texts, tested on the others.
 
 With dozens of changes, the one that looks best on some texts partly does so by chance. So all of
-them are screened on every third text, and the best few are tested on the texts that did not choose
-them. The p-values of those tests are corrected for their number by Holm's method; what was only
-screened is never a finding.
+them are screened on every third text, and the best few of those that gain there are tested on the
+texts that did not choose them. The p-values of those tests are corrected for their number by Holm's
+method, so a test of a change without effect makes the others weaker; what was only screened is
+never a finding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ MIN_GAIN = 0.01
 LARGE_GAIN = 0.25
 
 SCREEN_EVERY = 3  # every third text is used to screen all variants, the others to test the best
-FINALISTS = 6  # variants that are tested
+FINALISTS = 6  # variants that are tested, at most
+# A variant that gains less where it is screened is not tested. Half of what is worth an edit: a few
+# texts may show less of a gain than there is.
+MIN_SCREENED = MIN_GAIN / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +79,16 @@ def screen_and_test(
         Trial(variant, gain_on(variant, parts.screening), len(parts.screening), None)
         for variant in variants
     )
-    finalists = [trial.variant for trial in screened[:FINALISTS]]
+    gaining = sum(trial.gain.relative >= MIN_SCREENED for trial in screened)
+    tested_count = min(gaining, FINALISTS)
+    finalists = [trial.variant for trial in screened[:tested_count]]
     gains = [gain_on(variant, parts.testing) for variant in finalists]
     corrected = holm([gain.p_value for gain in gains])
     tested = _best_first(
         Trial(variant, gain, len(parts.testing), p_value)
         for variant, gain, p_value in zip(finalists, gains, corrected, strict=True)
     )
-    return [*tested, *screened[FINALISTS:]]
+    return [*tested, *screened[tested_count:]]
 
 
 def _best_first(trials: Iterable[Trial]) -> list[Trial]:

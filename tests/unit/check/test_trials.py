@@ -77,6 +77,17 @@ def test_no_finalist_is_tested_on_texts_that_chose_it() -> None:
     assert {trial.texts for trial in trials[:FINALISTS]} == {len(parts.testing)}
 
 
+def test_variants_that_gain_nothing_are_not_tested_and_do_not_weaken_the_others() -> None:
+    alone = measured({"good": 0.1})
+    (expected,) = alone.trials()
+    before = alone._before
+    crowded = Measured({**alone._after, **{f"same{i}": before for i in range(10)}}, before)
+    first, *others = crowded.trials()
+    assert first.variant.cause == "good"
+    assert first.p_value == expected.p_value
+    assert all(trial.p_value is None for trial in others)
+
+
 def test_a_real_gain_is_found_and_a_loss_is_not() -> None:
     found = findings_of(measured({"good": 0.1, "none": 0.0, "bad": -0.3}).trials())
     assert [each.name for each in found] == ["good"]
