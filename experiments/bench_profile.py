@@ -23,7 +23,6 @@ from leadout.engine.offline import TextEngine, TextRequest
 from leadout.evaluate.prompts import prompts_or_default
 
 BATCHES = (1, 4, 8, 16)
-DTYPE = "float32"  # not every CPU computes in bfloat16
 STEPS, WARM_UP = 40, 6
 
 
@@ -55,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("drafter", type=Path)
+    parser.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     k = read_checkpoint(arguments.drafter).config.max_draft_tokens
@@ -65,7 +65,7 @@ def main() -> None:
         str(arguments.target),
         max_length=1024,
         max_requests=max(BATCHES),
-        dtype=DTYPE,
+        dtype=arguments.dtype,
         drafter=str(arguments.drafter),
         draft_tokens=k,
         async_scheduling=False,  # a step is complete before the next is scheduled
@@ -77,7 +77,7 @@ def main() -> None:
         "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "milliseconds, median over steps",
         "k": k,
-        "dtype": DTYPE,
+        "dtype": arguments.dtype,
         "by_batch_size": profile,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

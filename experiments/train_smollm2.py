@@ -120,6 +120,7 @@ def write_result(
     acceptance = json.loads(measured.read_text())["sets"]
     data = DataFolder(work / "data")
     config = TrainConfig.resolve({}, work / RUN / "training.yaml").model_dump(mode="json")
+    config["initial"] = Path(config["initial"]).name  # no folder of this machine
     minutes = max(record.seconds for record in read_log(work / RUN / "run")) / 60
     this_run = {
         "settings": config,
