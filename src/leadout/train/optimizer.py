@@ -3,8 +3,9 @@
 Muon orthogonalizes the update of every matrix with a few Newton-Schulz iterations, which are most
 of its cost. With several ranks, each matrix is orthogonalized by one of them (chosen so that all
 have about the same work) and sent to the others; the momentum is cheap and stays where the weights
-are: a copy on every rank, or sharded like them. The iterations are in bfloat16 as in torch, except
-on processors without instructions for it, where it would take several times as long as float32.
+are: a copy on every rank, or sharded like them. On CPUs the iterations are in the precision of the
+run: in bfloat16 as in torch, except on processors without instructions for it, where that takes
+several times as long, and in float32 if the run is.
 """
 
 from __future__ import annotations
@@ -50,8 +51,12 @@ def make_optimizers(
         "adjust_lr_fn": "match_rms_adamw",  # so that one learning rate fits both optimizers
     }
     on_cpu = all(weight.device.type == "cpu" for weight in matrices)
-    is_torchs = ranks == 1 and not on_cpu
-    muon = Muon(matrices, **settings) if is_torchs else SharedMuon(matrices, **settings)
+    if ranks == 1 and not on_cpu:
+        muon = Muon(matrices, **settings)
+    else:
+        precision: torch.dtype = getattr(torch, config.precision)
+        muon = SharedMuon(matrices, **settings)
+        muon.on_cpus = compute_dtype(precision, torch.device("cpu"))
     adam = AdamW(vectors, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
     return [muon, adam]
 
@@ -61,6 +66,8 @@ class SharedMuon(Muon):
 
     The weights are plain tensors with the same gradient on every rank, or sharded `DTensor`s.
     """
+
+    on_cpus = torch.float32  # the type of the iterations there
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -76,7 +83,8 @@ class SharedMuon(Muon):
                 update = whole(self._with_momentum(weight, group))  # of all ranks, if sharded
                 if owner == rank:
                     own[number] = update
-            changes = {number: _change(update, group) for number, update in own.items()}
+            dtype = self.on_cpus
+            changes = {number: _change(update, group, dtype) for number, update in own.items()}
             for number, (weight, owner) in enumerate(zip(weights, owners, strict=True)):
                 change = changes.pop(number, None)
                 if change is None:
@@ -96,7 +104,7 @@ class SharedMuon(Muon):
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
-def _change(update: Tensor, group: dict[str, Any]) -> Tensor:
+def _change(update: Tensor, group: dict[str, Any], on_cpus: torch.dtype) -> Tensor:
     """What Muon adds to a weight for this update, without weight decay.
 
     On GPUs it is a step of torch's Muon from zero, with the momentum left out.
@@ -104,8 +112,7 @@ def _change(update: Tensor, group: dict[str, Any]) -> Tensor:
     if update.device.type == "cpu":
         # The rate of "match_rms_adamw".
         rate = group["lr"] * 0.2 * math.sqrt(max(update.shape))
-        dtype = compute_dtype(torch.bfloat16, update.device)
-        found = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], dtype)
+        found = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], on_cpus)
         return found.mul_(-rate)
     change = nn.Parameter(torch.zeros_like(update))
     change.grad = update
