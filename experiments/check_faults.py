@@ -1,12 +1,14 @@
 """Seeded faults and healthy variants of a real pair through `leadout check`'s files and reference.
 
-    python experiments/check_faults.py TARGET DRAFTER --tuning-text PROMPTS --out FILE
+    python experiments/check_faults.py TARGET DRAFTER --tuning-text PROMPTS --work DIR --out FILE
 
 Every fault is written as a separate checkpoint (or target), without the training record unless only
 the record can show the fault, and is checked on as many texts as by default. Reported for each
 fault: the acceptance it costs, what the check names first, and what the repair restores. The
 fine-tuned target was trained on the texts of PROMPTS, a prompt set that the drafter's training did
 not contain. The cases are shared out over `--processes`; results do not depend on their number.
+DIR keeps what was found in each case, so that an interrupted run goes on where it was; use an empty
+one for another pair or other code.
 """
 
 from __future__ import annotations
@@ -74,6 +76,19 @@ class Case:
     same_texts: Path | None = None  # a target with the same answers that can be run
 
 
+@dataclass(frozen=True)
+class Part:
+    """The cases of one process: every n-th of all cases, from number `first` on."""
+
+    arguments: argparse.Namespace
+    cases: list[Case]
+    first: int
+
+
+def folder_name(case_name: str) -> str:
+    return case_name.replace(" ", "-").replace("%", "")
+
+
 def main() -> None:
     started = RunStart.now()
     parser = argparse.ArgumentParser(description=__doc__)
@@ -81,33 +96,37 @@ def main() -> None:
     parser.add_argument("drafter", type=Path)
     parser.add_argument("--tuning-text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    parts = [(arguments, number) for number in range(arguments.processes)]
-    rows: dict[int, dict[str, Any]] = {}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
-        found = [*pool.map(check_part, parts)]
-    for rows_of_part, _ in found:
-        rows |= rows_of_part
-    _, reference = found[0]  # the same in all parts
-    write(arguments, started, reference, [row for _, row in sorted(rows.items())])
-    print(json.dumps(summary([*rows.values()]), indent=2))
-
-
-def check_part(part: tuple[argparse.Namespace, int]) -> tuple[dict[int, dict[str, Any]], float]:
-    """The results of every n-th case by its number, and the acceptance without a fault."""
-    arguments, first = part
+    arguments.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         maker = CaseMaker(arguments.target, arguments.drafter, arguments.tuning_text, Path(folder))
-        bench = Bench(arguments.target, arguments.drafter)
         cases = [*maker.faults(), *maker.healthy()]
-        own = range(first, len(cases), arguments.processes)
-        rows = {}
-        for number in own:
-            rows[number] = bench.check(cases[number])
-            print(json.dumps(rows[number]), flush=True)
-    return rows, bench.reference
+        parts = [Part(arguments, cases, number) for number in range(arguments.processes)]
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
+            references = [*pool.map(check_part, parts)]  # the same in all parts
+    rows = [json.loads(row_file(arguments.work, case).read_text()) for case in cases]
+    write(arguments, started, references[0], rows)
+    print(json.dumps(summary(rows), indent=2))
+
+
+def row_file(work: Path, case: Case) -> Path:
+    return work / f"{folder_name(case.name)}.json"
+
+
+def check_part(part: Part) -> float:
+    """Write what is found in every n-th case; the acceptance without a fault."""
+    arguments = part.arguments
+    bench = Bench(arguments.target, arguments.drafter)
+    for case in part.cases[part.first :: arguments.processes]:
+        file = row_file(arguments.work, case)
+        if not file.exists():
+            row = json.dumps(bench.check(case))
+            print(row, flush=True)
+            file.write_text(row)
+    return bench.reference
 
 
 def write(arguments: Any, started: RunStart, reference: float, rows: list[dict[str, Any]]) -> None:
@@ -274,7 +293,7 @@ class CaseMaker:
         weights: Weights,
         to: Any = "zlab",
     ) -> Case:
-        path = self._folder / name.replace(" ", "-").replace("%", "")
+        path = self._folder / folder_name(name)
         write_checkpoint(path, weights, config, to, target_name=str(self._target))
         return Case(name, cause, self._target, path)
 
@@ -303,7 +322,7 @@ class CaseMaker:
         return {**weights, name: torch.zeros_like(weights[name])}
 
     def _other_target(self, name: str, change: Callable[[Weights], Weights]) -> Case:
-        path = self._folder / name.replace(" ", "-")
+        path = self._folder / folder_name(name)
         shutil.copytree(self._target, path)
         file = path / "model.safetensors"
         weights = load_file(file)
