@@ -52,7 +52,6 @@ from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.provenance import Provenance, RunStart
 
-DTYPE, PRECISION = "bfloat16", torch.bfloat16  # as the check by default
 TOKENS = 64
 TUNING_STEPS, TUNING_BATCH, TUNING_LENGTH, TUNING_RATE = 40, 4, 128, 3e-5
 SMALL_EFFECT = 0.02  # below this a fault need not be found
@@ -97,6 +96,8 @@ def main() -> None:
     parser.add_argument("--tuning-text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
+    # bfloat16 is as SmolLM2 is served by default; float32 is faster on processors without it.
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,7 @@ def row_file(work: Path, case: Case) -> Path:
 def check_part(part: Part) -> float:
     """Write what is found in every n-th case; the acceptance without a fault."""
     arguments = part.arguments
-    bench = Bench(arguments.target, arguments.drafter)
+    bench = Bench(arguments.target, arguments.drafter, arguments.dtype)
     for case in part.cases[part.first :: arguments.processes]:
         file = row_file(arguments.work, case)
         if not file.exists():
@@ -134,7 +135,7 @@ def write(arguments: Any, started: RunStart, reference: float, rows: list[dict[s
     made = Provenance.of_this_run({r: fingerprint(f) for r, f in models.items()}, started)
     result = {
         "provenance": made.model_dump(),
-        "dtype": DTYPE,
+        "dtype": arguments.dtype,
         "healthy_acceptance": reference,
         "faults": [row for row in rows if row["cause"] is not None],
         "healthy": [row for row in rows if row["cause"] is None],
@@ -147,8 +148,10 @@ def write(arguments: Any, started: RunStart, reference: float, rows: list[dict[s
 class Bench:
     """Probes are shared: most faults are in the drafter, so the target's states are the same."""
 
-    def __init__(self, target: Path, drafter: Path) -> None:
+    def __init__(self, target: Path, drafter: Path, dtype: str) -> None:
         self._probes: dict[Path, Probe] = {}
+        self._dtype = dtype
+        self._precision: torch.dtype = getattr(torch, dtype)
         self._config = read_checkpoint(drafter).config
         self.reference = 0.0
         self.reference = self._length(target, drafter)
@@ -186,14 +189,14 @@ class Bench:
             checkpoint,
             checkpoint.config.max_draft_tokens,
             mask_candidates(target, facts.vocab_size),
-            PRECISION,
+            self._precision,
             Progress.silent(),
         )
 
     def _length(self, target: Path, drafter: Path) -> float:
         checkpoint = read_checkpoint(drafter)
         config = as_served(checkpoint.config, checkpoint.config.max_draft_tokens)
-        weights = served_weights(checkpoint, PRECISION)
+        weights = served_weights(checkpoint, self._precision)
         steps = [
             s
             for t in self._probe(target).acceptance(drafter_of(config, weights))
@@ -206,16 +209,18 @@ class Bench:
             # Taps that are seeded one off are tried another layer further.
             near = {i + step for i in self._config.target_layer_ids for step in range(-2, 3)}
             layers = [i for i in near if 0 <= i < read_target(target).num_layers]
-            model = load_model(target, PRECISION)
-            self._probes[target] = Probe(target, model, texts_of(target), layers, PRECISION)
+            model = load_model(target, self._precision)
+            self._probes[target] = Probe(
+                target, model, texts_of(target, self._dtype), layers, self._precision
+            )
         return self._probes[target]
 
 
-def texts_of(target: Path) -> list[Text]:
+def texts_of(target: Path, dtype: str) -> list[Text]:
     """The target's own greedy answers in vLLM."""
     prompts = check_prompts((), Chat(target), 1200)
     request = SessionRequest(
-        target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype=DTYPE
+        target=str(target), prompts=prompts, max_tokens=TOKENS, max_length=1400, dtype=dtype
     )
     runs = run_session(request, lambda text: None).runs
     return [
