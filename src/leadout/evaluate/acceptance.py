@@ -50,6 +50,9 @@ from leadout.shards import Sample
 from leadout.stats import Floats, Interval, paired_p_value, ratio_interval
 
 ANCHORS_PER_PASS = 64
+# Whose drafts are compared together, of several answers: a pass over the head takes about as long
+# for a few states as for dozens.
+BLOCKS_PER_COMPARISON = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ def accepted_drafts(
 
     A larger stride skips positions: enough to compare two drafters, not for `along_decoding`.
     """
-    found = []
+    comparison = _Comparison(head)
+    positions = []
     for item in sequences:
         observed = source.observe([item])
         device = head.rows.device
@@ -103,16 +107,19 @@ def accepted_drafts(
         sequence = item[1]
         tokens, _, supervised = batch([sequence])
         anchors = _anchors(sequence, block_size)[::stride]
-        counts = []
+        positions.append(len(anchors))
         for part in torch.split(anchors, ANCHORS_PER_PASS) if len(anchors) else ():
             blocks = make_blocks([part], tokens, supervised, block_size, len(part))
             # No block attends to context after the last anchor.
             length = int(part[-1]) + block_size
             drafted = drafted_slots(forward, states[:, :length], final, tokens, blocks)
-            counts.append(_leading_matches(drafted.hidden, drafted.labels, head))
-        joined = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
-        found.append(AcceptedDrafts(sequence.source, joined.cpu()))
-    return found
+            comparison.add(drafted.hidden, drafted.labels)
+    return [
+        AcceptedDrafts(sequence.source, counts)
+        for (_, sequence), counts in zip(
+            sequences, torch.split(comparison.counts(), positions), strict=True
+        )
+    ]
 
 
 def accepted_drafts_over_ranks(
@@ -148,6 +155,31 @@ def along_decoding(counts: Tensor) -> list[int]:
 def _anchors(sequence: TrainingSequence, block_size: int) -> Tensor:
     """The anchors whose whole block lies in the answer."""
     return possible_anchors(sequence.prompt_length, len(sequence) - (block_size - 2))
+
+
+class _Comparison:
+    """Counts the accepted drafts of blocks; those of several answers are compared at once."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self._head = head
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # hidden [blocks, B-1, H], labels
+        self._counts: list[Tensor] = []  # of earlier blocks
+
+    def add(self, hidden: Tensor, labels: Tensor) -> None:
+        self._waiting.append((hidden, labels))
+        if sum(len(each) for _, each in self._waiting) >= BLOCKS_PER_COMPARISON:
+            self._compare()
+
+    def counts(self) -> Tensor:
+        """[blocks]: in the order in which they were added."""
+        if self._waiting:
+            self._compare()
+        return torch.cat(self._counts) if self._counts else torch.zeros(0, dtype=torch.int64)
+
+    def _compare(self) -> None:
+        hidden, labels = (torch.cat(each) for each in zip(*self._waiting, strict=True))
+        self._counts.append(_leading_matches(hidden, labels, self._head).cpu())
+        self._waiting.clear()
 
 
 def _leading_matches(hidden: Tensor, labels: Tensor, head: DraftHead) -> Tensor:

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Muon
 
+from leadout.evaluate import hidden_states
 from leadout.train.config import TrainConfig
 from leadout.train.optimizer import (
+    SharedMuon,
     learning_rate_at,
     make_optimizers,
     orthogonalized,
@@ -93,6 +95,21 @@ def test_updates_in_bfloat16_are_orthogonal(shape: tuple[int, int]) -> None:
     assert ((values > 0.5) & (values < 1.5)).mean(dtype=torch.float32) > 0.9
     exact = orthogonalized(update, coefficients, 5)
     assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_muon_iterates_on_cpus_in_the_precision_of_the_run(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"matrix": nn.Parameter(torch.ones(2, 3)), "norm": nn.Parameter(torch.ones(3))}
+    types = []
+    for precision, has_instructions in (("float32", True), ("bfloat16", True), ("bfloat16", False)):
+        monkeypatch.setattr(hidden_states, "_has_bfloat16", lambda has=has_instructions: has)
+        config = TrainConfig(optimizer="muon", precision=precision)
+        muon, _ = make_optimizers(weights, config, ranks)
+        assert isinstance(muon, SharedMuon)
+        types.append(muon.on_cpus)
+    assert types == [torch.float32, torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("rows", [1, 255, 257, 600, 1300])
