@@ -85,7 +85,7 @@ async def measure(arguments: Any) -> dict[str, list[dict[str, float]]]:
                         concurrency=1,
                         output_tokens=TOKENS,
                     )
-                    wave = await anext(in_waves(servers, request, SECONDS, order, rounds=1))
+                    wave = await anext(in_waves(servers, [request], SECONDS, order))
                     if number > 0:  # in the first round, live control learns its costs
                         rates = {name: found.tokens_per_second for name, found in wave.items()}
                         rounds[category].append(rates)

@@ -195,12 +195,14 @@ class _Measurement:
             short = first.model_copy(update={"output_tokens": WARM_UP_TOKENS})
             await warm_up(servers, short, self.progress)
             advance = self.progress.stage("measure", self.total, done=self.count)
-            take_turns = in_slices if setup.turns == "slices" else in_waves
             for name, concurrency in dict.fromkeys(cell.pair[:2] for cell in cells):
                 left = sorted({c.round for c in cells if c.pair[:2] == (name, concurrency)})
-                request = _request(setup, sets[name], concurrency, left[0])
+                requests = [_request(setup, sets[name], concurrency, number) for number in left]
                 order = random.Random(f"{name} {concurrency} {left[0]}")
-                turns = take_turns(servers, request, setup.seconds, order, len(left))
+                if setup.turns == "slices":  # in which the load goes on from round to round
+                    turns = in_slices(servers, requests[0], setup.seconds, order, len(left))
+                else:
+                    turns = in_waves(servers, requests, setup.seconds, order)
                 numbers = iter(left)
                 async for loads in turns:
                     number = next(numbers)
@@ -223,7 +225,7 @@ class _Measurement:
 
 
 def _request(setup: BenchSetup, prompts: PromptSet, concurrency: int, start: int) -> LoadRequest:
-    """The same for every arm; `start` is the first of the rounds that are measured with it."""
+    """The same for every arm; `start` is the first round that is measured with it."""
     return LoadRequest(
         prompts=prompts.in_random_order(concurrency, start),
         concurrency=concurrency,

@@ -92,7 +92,7 @@ class PromptSet:
     hash: str
 
     def in_random_order(self, concurrency: int, start: int) -> tuple[str, ...]:
-        """The same for all arms; another order where a bench continues, at round `start`.
+        """The same for all arms; another order for every load, whose first round is `start`.
 
         Rounds see other prompts, so that resampling rounds resamples prompts too.
         """

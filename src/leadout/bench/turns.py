@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from leadout.console import Progress
@@ -106,13 +106,15 @@ async def _counters_of_stopped(server: RunningServer) -> DraftCounters:
 
 async def in_waves(
     servers: Mapping[str, RunningServer],
-    request: LoadRequest,
+    requests: Sequence[LoadRequest],
     seconds: float,
     order: random.Random,
-    rounds: int,
 ) -> AsyncIterator[dict[str, LoadResult]]:
-    """In every round load one server after the other, each for `seconds`."""
-    for _ in range(rounds):
+    """Load one server after the other, each for `seconds`; a round for each of `requests`.
+
+    The load starts again in every round, so rounds need requests with different prompts.
+    """
+    for request in requests:
         found = {}
         for name in order.sample(list(servers), len(servers)):
             server = servers[name]

@@ -294,7 +294,7 @@ class _Test:
         await warm_up(arms, short, Progress.silent())
         found: dict[str, list[LoadResult]] = {name: [] for name in servers}
         order = random.Random(0)
-        async for window in in_waves(arms, request, self.settings.seconds, order, WINDOWS):
+        async for window in in_waves(arms, [request] * WINDOWS, self.settings.seconds, order):
             for name, result in window.items():
                 found[name].append(result)
         await asyncio.sleep(2 * LOG_SECONDS)  # until vLLM has logged the last steps

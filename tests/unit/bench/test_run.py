@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from sample_rounds import BARE, drifting_rate, measured
+from sample_rounds import load as sample_load
 from sample_rounds import setup as sample_setup
 from typer.testing import CliRunner
 
@@ -19,6 +22,7 @@ from leadout.bench.run import bench, plan, prepare
 from leadout.bench.settings import BenchError, BenchSettings
 from leadout.cli.app import app
 from leadout.console import Progress
+from leadout.engine.load_test import DraftCounters, LoadRequest, LoadResult
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
 
@@ -189,3 +193,69 @@ def test_a_resumed_plan_is_printed_as_json(pair: tuple[Path, Path], tmp_path: Pa
     assert ended.exit_code == 0, ended.output
     planned = json.loads(ended.stdout)
     assert (planned["cells"], planned["cells_done"]) == (33, 3)
+
+
+class ServerStub:
+    """Stands for a server that answers at once; keeps the prompts of every load."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[str, ...]] = []
+        self.is_constant = True
+        self.received = 10**9
+
+    def load(self, request: LoadRequest) -> ServerStub:
+        self.prompts.append(request.prompts)
+        self._concurrency = request.concurrency
+        return self
+
+    async def __aenter__(self) -> ServerStub:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def open_window(self) -> None:
+        pass
+
+    def close_window(self, _: float) -> LoadResult:
+        return sample_load(10.0, self._concurrency)
+
+    def processor_seconds(self) -> float:
+        return 0.0
+
+    async def counters(self) -> DraftCounters:
+        return DraftCounters(0, 0, 0, ())
+
+
+def test_waves_of_different_rounds_have_different_prompts_and_arms_the_same(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: dict[str, ServerStub] = {}
+
+    @asynccontextmanager
+    async def stubs(launches: Sequence[Any], *_: object) -> AsyncIterator[dict[str, ServerStub]]:
+        servers.update({launch.name: ServerStub() for launch in launches})
+        yield servers
+
+    monkeypatch.setattr(run, "started", stubs)
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"prompt {n}"]}) + "\n" for n in range(40)))
+    given = settings(
+        pair,
+        tmp_path / "out",
+        turns="waves",
+        prompts=(str(prompts),),
+        concurrency=(2,),
+        rounds=6,
+        seconds=0.01,
+    )
+    bench(given, Progress.silent())
+    after_warm_up = {name: server.prompts[1:] for name, server in servers.items()}
+    assert list(after_warm_up) == ["bare", "bare-again", "fixed"]
+    of_bare = after_warm_up["bare"]
+    assert len(of_bare) == 6
+    assert len({each[:2] for each in of_bare}) == 6
+    assert all(each == of_bare for each in after_warm_up.values())
