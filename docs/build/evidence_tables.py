@@ -22,10 +22,7 @@ def evidence() -> str:
         *_kills(),
         *_lossless(),
     ]
-    made = table(("what", "measured", "n", "file"), rows)
-    return (
-        f"{made}\n\n\\* With [an earlier drafter]({{root}}docs/check-faults.md) for the same model."
-    )
+    return table(("what", "measured", "n", "file"), rows)
 
 
 def learn_picture() -> str:
@@ -47,11 +44,8 @@ def learn_picture() -> str:
     )
 
 
-def _row(
-    what: str, measured: str, n: str, name: str, *, earlier_drafter: bool = False
-) -> tuple[str, ...]:
-    mark = "\\*" if earlier_drafter else ""
-    return what, measured + mark, n, f"[{name.partition('/')[0]}]({{root}}results/{name})"
+def _row(what: str, measured: str, n: str, name: str) -> tuple[str, ...]:
+    return what, measured, n, f"[{name.partition('/')[0]}]({{root}}results/{name})"
 
 
 def _silent_faults() -> list[tuple[str, ...]]:
@@ -80,21 +74,18 @@ def _check() -> list[tuple[str, ...]]:
             f"**{summary['of_these_found']}**",
             f"{summary['faults_that_cost_2_percent']} faults",
             name,
-            earlier_drafter=True,
         ),
         _row(
             f"repaired by `--fix`, to at least {MIN_REPAIRED:.0%} of the healthy acceptance",
             f"**{good}**",
             f"{len(repaired)} that an edit can undo",
             name,
-            earlier_drafter=True,
         ),
         _row(
             "healthy drafters reported as faulty",
             f"**{summary['false_alarms']}**",
             f"{summary['healthy']} variants",
             name,
-            earlier_drafter=True,
         ),
     ]
 

@@ -74,7 +74,6 @@ def claims() -> dict[str, list[str]]:
         "docs/concepts/acceptance-length.md": _acceptance_length(),
         "docs/concepts/break-even.md": [_loss_at_sixteen(), f"default to {DEFAULT_BREAK_EVEN}"],
         "docs/concepts/dflash.md": _dflash(),
-        "docs/check-faults.md": _few_texts(),
         "docs/concepts/lossless.md": _lossless(),
         "docs/decisions.md": [
             "0.1.0 and 0.9.0",  # the pins of .ci/environment
@@ -215,23 +214,6 @@ def _lossless() -> list[str]:
             f"in batches of {largest}: all texts equal plain decoding",
         ),
         f"{checked['equal_texts']} of {checked['texts']} texts are equal with and without drafts",
-    ]
-
-
-def _few_texts() -> list[str]:
-    found = result("check/faults_few_texts.json")
-    costs = [
-        -fault["effect"]
-        for fault in found["faults"]
-        if fault["effect"] <= -0.02 and not fault["named"]
-    ]
-    summary = found["summary"]
-    texts = result("quickstart/check.json")["offline"]["overall"]["texts"]
-    return [
-        "with five texts of each prompt set",  # of experiments/check_faults.py at that commit
-        f"{summary['of_these_found']} of {summary['faults_that_cost_2_percent']} faults that cost "
-        f"2% or more were found; the others cost {min(costs):.1%} to {max(costs):.1%}",
-        f"a check has {texts} by default",
     ]
 
 
