@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from leadout.version import installed_versions
 
 REDACTED = "REDACTED"
+THREADS = "OMP_NUM_THREADS"
 _PACKAGE = Path(__file__).resolve().parent
 
 # A value after one of these words in the name of a flag, variable or field is a secret. "Tokens"
@@ -71,6 +72,8 @@ class Provenance(BaseModel):
     # Fingerprints by role: "target", "drafter", or "drafter NAME" where there are several.
     models: dict[str, str] | None = None
     processor: str | None = None
+    # OMP_NUM_THREADS, with which an engine on a CPU uses fewer cores; None also if it was not set.
+    thread_limit: str | None = None
     # Over 1, 5 and 15 minutes.
     load_before: tuple[float, float, float] | None = None
     load_after: tuple[float, float, float] | None = None
@@ -97,6 +100,7 @@ class Provenance(BaseModel):
             commit=source_commit() if started is None else started.commit,
             models=None if models is None else dict(models),
             processor=_processor(),
+            thread_limit=os.environ.get(THREADS),
             load_before=None if started is None else started.load,
             load_after=_load(),
             started=None if started is None else started.time,

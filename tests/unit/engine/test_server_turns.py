@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from leadout.engine import server_turns
-from leadout.engine.server_turns import KV_SPACE, choose_turns, machine_flags
+from leadout.engine.server_turns import KV_SPACE, choose_turns, machine_flags, thread_warning
 
 GIB = 2**30
 
@@ -63,3 +63,19 @@ def test_on_a_gpu_two_servers_share_the_memory_or_are_up_one_at_a_time(
 
 def test_the_available_memory_is_read_from_the_kernel() -> None:
     assert server_turns.available_bytes() > GIB / 4
+
+
+def test_a_limit_of_threads_that_servers_inherit_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = thread_warning(on_cpu=True)
+    assert found is not None
+    assert found.startswith("OMP_NUM_THREADS is 1, so every server computes on 1 of 2 cores")
+    assert thread_warning(on_cpu=False) is None
+    for enough in ("2", "4", "2,1", ""):
+        monkeypatch.setenv("OMP_NUM_THREADS", enough)
+        assert thread_warning(on_cpu=True) is None
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert thread_warning(on_cpu=True) is None
