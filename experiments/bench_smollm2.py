@@ -31,7 +31,7 @@ OUT = ROOT / "results" / "bench"
 SETS = ("gsm8k", "humaneval", "mt_bench")
 CONCURRENCIES = (1, 4, 8, 16)
 DRAFT_TOKENS = (1, 3, 5, 7)
-ROUNDS, SECONDS, OUTPUT_TOKENS = 6, 3.0, 128
+ROUNDS, SECONDS, OUTPUT_TOKENS = 6, 2.0, 128
 
 
 def main() -> None:
