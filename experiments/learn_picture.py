@@ -6,9 +6,9 @@ A server of SmolLM2 with the shipped drafter answers a constant number of greedy
 all of a kind that the drafter has never seen. Three phases, without a pause between them:
 
 - before: requests that are held out, and not learnt from.
-- learning: `leadout learn --states` is started, on the same two cores as the server. It learns from
-  the requests of this phase, evaluates the new version and publishes it; the server swaps it in.
-  The phase ends when the server has the new version and the learner has ended.
+- learning: `leadout learn --states` is started on the same machine. It learns from the requests of
+  this phase, evaluates the new version and publishes it; the server swaps it in. The phase ends
+  when the server has the new version and the learner has ended.
 - after: the held-out requests of the first phase again, in the same order.
 
 Output tokens are counted by the server (`vllm:generation_tokens_total`) and read once a second. The
@@ -17,8 +17,10 @@ first seconds of both phases, in which requests of the phase before them still r
 The server drafts a whole block at every step (no tuned file, no live control). Prefix caching is
 off, so that the ring has the beginning of every request. The states of replayed data are made
 before the clock starts. Without --data, 400 answers to prompts of the training sets are generated
-first. Takes about 25 minutes on two idle cores; a second call continues after the last complete
-stage, and the run is one stage.
+first. Set OMP_NUM_THREADS=1 on two cores: server and learner then have one core each. With more
+threads than cores, those of the server wait for each other, and it is several times slower. Takes
+about 25 minutes on two idle cores; a second call continues after the last complete stage, and the
+run is one stage.
 """
 
 from __future__ import annotations

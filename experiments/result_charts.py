@@ -80,13 +80,14 @@ def learn_picture(result: dict[str, Any]) -> str:
             low, value, high = (speeds[phase][each] for each in ("low", "value", "high"))
             axes.plot([at / 60 for at in span], [value, value], color="#d97706", linewidth=1.6)
             text = f"{value:.0f} ({low:.0f} to {high:.0f})"
-            axes.text(sum(span) / 120, value + 0.04 * highest, text, ha="center", fontsize=8)
+            below = min(values) - 0.05 * highest  # where no curve is
+            axes.text(sum(span) / 120, below, text, ha="center", va="top", fontsize=8)
         top = 0.96 * highest
         beside = 0.006 * result["seconds"] / 60
         axes.text(
             learning[0] / 60 + beside,
             top,
-            "leadout learn on the same two cores",
+            "leadout learn on the same machine",
             va="top",
             fontsize=8,
         )

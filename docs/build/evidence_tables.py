@@ -30,14 +30,18 @@ def learn_picture() -> str:
     if not (ROOT / "results" / PICTURE).exists():
         return ""
     found = result(PICTURE)
-    before, after = (interval(found["tokens_per_second"][when]) for when in ("before", "after"))
+    speeds = found["tokens_per_second"]
+    before, after = (interval(speeds[when], digits=1) for when in ("before", "after"))
+    minutes = (found["swapped"] - found["learner_started"]) / 60
     image = PICTURE.replace(".json", ".svg")
     return (
         f"![Tokens per second before, during and after learning]({{root}}results/{image})\n\n"
         f"One server answers {found['clients']} requests at a time, of a kind that its drafter "
-        f"has never seen. `leadout learn` trains on {found['learnt_from_requests']} of them for "
-        f"{found['training_seconds'] / 60:.0f} minutes, on the same two cores, and the server "
-        "swaps the new version in without a restart. Tokens per second on held-out requests: "
+        "has never seen. `leadout learn` collects some of them on the same machine, with one core "
+        f"for each of the two, trains on {found['learnt_from_requests']} for "
+        f"{found['training_seconds'] / 60:.0f} minutes and compares the new version on others; "
+        f"{minutes:.0f} minutes after its start the server swaps the new version in, without a "
+        "restart. Tokens per second on held-out requests: "
         f"{before} before, {after} after, {interval(found['ratio'])} times as many. Failed "
         f"requests: {found['failed_requests']} of {found['requests']:,} "
         f"([result]({{root}}results/{PICTURE}))."

@@ -140,6 +140,13 @@ def bench_sets() -> str:
 def bench_rounds() -> str:
     bench = result("bench/smollm2.json")
     settings, prediction = bench["settings"], bench["prediction"]
+    older = ""
+    if "thread_limit" not in bench["provenance"]:  # a version that recorded less
+        older = (
+            " In this run every server had one thread, and all rounds of a cell had the same "
+            "prompts, so that the intervals do not contain the differences between texts; "
+            "`leadout bench` has since been changed to use other prompts in every round."
+        )
     return (
         f"Geometric mean of {len(settings['prompts'])} prompt sets and {settings['rounds']} "
         f"rounds, in which every server runs for {settings['seconds']:g} s, with the 95% interval "
@@ -147,7 +154,7 @@ def bench_rounds() -> str:
         "ends before. A/A is a second server of bare vLLM over the first: the error of the "
         f"method. In {prediction['within_15_percent']:.0%} of {prediction['cells']} cells the cost "
         "model of the tuned file, given the acceptance measured in the cell, predicts the "
-        "speed-up to within 15%."
+        f"speed-up to within 15%.{older}"
     )
 
 
