@@ -32,7 +32,8 @@ from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 MAX_K, MAX_BATCH, TOKENS = TINY_DRAFTER.max_draft_tokens, 2, 16
 DRAFTS = range(MAX_K + 1)
 # Long enough that a request of a round goes on while a busy machine polls late.
-SIZES = ("--max-model-len", "512", "--max-num-seqs", "8")
+LENGTH = 2048
+SIZES = ("--max-model-len", str(LENGTH), "--max-num-seqs", "8")
 FLAGS = ("--dtype", "float32", "--enforce-eager", *SIZES)
 TABLE = [(1, 1, 3), (2, 2, 1), (3, 16, 0)]
 METRIC = "vllm:spec_decode_num_"
@@ -41,8 +42,13 @@ METRIC = "vllm:spec_decode_num_"
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
-    config = replace(TINY_DRAFTER, target_num_layers=6, mask_token_id=MASK_TOKEN)
+    config = replace(
+        TINY_DRAFTER, target_num_layers=6, mask_token_id=MASK_TOKEN, max_positions=LENGTH
+    )
     target = write_tiny_chat_target(folder / "target")
+    file = target / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "max_position_embeddings": LENGTH}))
     return target, write_random_drafter(folder / "drafter", config)
 
 
