@@ -1,12 +1,12 @@
-"""Speed-up of the Qwen2.5-Coder-1.5B drafter over bare vLLM, one way of drafting after the other.
+"""Speed-up of the Qwen2.5-Coder-1.5B drafter over bare vLLM.
 
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
-Memory holds three servers of this target: bare vLLM twice, which shows the error of the method, and
-one that drafts. They take turns within seconds. `--arm` chooses the ways of drafting: a fixed K in
-vLLM without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `tuned` (the lengths
-of `leadout tune`); `live` would need a fourth server. A second call continues where the first
-stopped. Processors without instructions for bfloat16 are faster with `--dtype float32`. Writes
+Memory holds four servers of this target: bare vLLM twice, which shows the error of the method, and
+one or two that draft. They take turns in waves. `--arm` chooses what drafts: a fixed K in vLLM
+without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `live`, which measures
+`tuned` (the lengths of `leadout tune`) and `--live` together. A second call continues where the
+first stopped. Processors without instructions for bfloat16 are faster with `--dtype float32`. Writes
 results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the tuned file beside it.
 """
 
@@ -27,7 +27,7 @@ from leadout.console import Progress
 
 RESULT = ROOT / "results" / "bench" / "qwen2.5-coder-1.5b.json"
 TUNED = RESULT.with_name("qwen2.5-coder-1.5b-tuned.json")
-ARMS = ("1", "3", "5", "7", "tuned")
+ARMS = ("1", "3", "5", "7", "live")
 SETS = ("humaneval", "mbpp")
 LOADS = (1, 4, 8, 16)
 OUTPUT_TOKENS = 128
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
-    """Bare vLLM twice and one way of drafting."""
-    if arm == "tuned":
-        chosen: dict[str, Any] = {"tuned": tune(arguments)}
+    """Bare vLLM twice, and a fixed K or both ways in which Leadout chooses it."""
+    if arm == "live":
+        chosen: dict[str, Any] = {"tuned": tune(arguments), "live": True}
     else:
         chosen = {"draft": (str(arguments.drafter),), "draft_tokens": (int(arm),)}
     settings = BenchSettings(
@@ -79,7 +79,7 @@ def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
         concurrency=tuple(arguments.concurrency or LOADS),
         rounds=arguments.rounds,
         seconds=arguments.seconds,
-        turns="slices",
+        turns="waves",
         output_tokens=OUTPUT_TOKENS,
         server_flags=("--dtype", arguments.dtype, *FLAGS),
         out=arguments.work / "bench" / arm,

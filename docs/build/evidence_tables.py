@@ -98,7 +98,7 @@ def _speed() -> list[tuple[str, ...]]:
     bench = result("bench/smollm2.json")
     means = {(each["arm"], each["concurrency"]): each for each in bench["geometric_means"]}
     most = max(load for _, load in means)
-    settings, larger = bench["settings"], result(qwen_tables.BENCH)["settings"]["tuned"]
+    settings, larger = bench["settings"], qwen_tables.settings()
     return [
         _row(
             "speed over bare vLLM, one request at a time: SmolLM2-135M",

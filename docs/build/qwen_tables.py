@@ -37,41 +37,54 @@ def tuned() -> str:
     return table(heads, rows)
 
 
-def mean_at(load: int) -> dict[str, Any]:
-    """The speed-up of `tuned` over both prompt sets."""
+def mean_at(load: int, arm: str = "tuned") -> dict[str, Any]:
+    """The speed-up of an arm over both prompt sets."""
     found: dict[str, Any] = next(
         each
         for each in result(BENCH)["geometric_means"]
-        if each["arm"] == "tuned" and each["concurrency"] == load
+        if each["arm"] == arm and each["concurrency"] == load
     )
     return found
 
 
 def bench() -> str:
-    """`tuned` by prompt set and over all of them, and the error of the method."""
+    """By arm; `tuned` and `live` by prompt set, too; and the error of the method."""
     found = result(BENCH)
     loads = sorted({cell["concurrency"] for cell in found["cells"]})
     cells = {
-        (cell["prompt_set"], cell["concurrency"]): cell
-        for cell in found["cells"]
-        if cell["arm"] == "tuned"
+        (cell["arm"], cell["prompt_set"], cell["concurrency"]): cell for cell in found["cells"]
     }
-    again = {each["concurrency"]: each for each in found["bare_against_bare"]}
-    rows = [
-        [name, *(speedup(cells[name, load]) for load in loads)]
-        for name in sorted({name for name, _ in cells})
-    ]
-    rows.append(["all", *(speedup(mean_at(load)) for load in loads)])
-    rows.append(["bare vLLM again (A/A)", *(same_again(again[load]) for load in loads)])
-    return table(["`tuned`, concurrent requests", *map(str, loads)], rows)
+    sets = sorted({name for _, name, _ in cells})
+    rows: list[list[str]] = []
+    for arm in dict.fromkeys(each["arm"] for each in found["geometric_means"]):
+        if arm in ("tuned", "live"):
+            rows += [
+                [f"{arm}, {name}", *(speedup(cells[arm, name, load]) for load in loads)]
+                for name in sets
+            ]
+        rows.append([f"{arm}, both sets", *(speedup(mean_at(load, arm)) for load in loads)])
+    for against in found["settings"]:
+        again = {
+            each["concurrency"]: each
+            for each in found["bare_against_bare"]
+            if each["against"] == against
+        }
+        rows.append(["bare vLLM again (A/A)", *(same_again(again[load]) for load in loads)])
+    return table(["concurrent requests", *map(str, loads)], rows)
+
+
+def settings() -> dict[str, Any]:
+    """Of the bench; those of all arms are alike but for the arm itself."""
+    found: dict[str, Any] = next(iter(result(BENCH)["settings"].values()))
+    return found
 
 
 def bench_rounds() -> str:
     """What a cell of the bench consists of."""
-    settings = result(BENCH)["settings"]["tuned"]
+    used = settings()
     return (
-        f"{settings['rounds']} rounds, in which every server runs for {settings['seconds']:g} s; "
-        f"answers have {settings['output_tokens']} tokens. 95% intervals in brackets."
+        f"{used['rounds']} rounds, in which every server runs for {used['seconds']:g} s; "
+        f"answers have {used['output_tokens']} tokens. 95% intervals in brackets."
     )
 
 
