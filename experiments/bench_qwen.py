@@ -6,8 +6,9 @@ Memory holds four servers of this target: bare vLLM twice, which shows the error
 one or two that draft. They take turns in waves. `--arm` chooses what drafts: a fixed K in vLLM
 without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `live`, which measures
 `tuned` (the lengths of `leadout tune`) and `--live` together. A second call continues where the
-first stopped. Processors without instructions for bfloat16 are faster with `--dtype float32`. Writes
-results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the tuned file beside it.
+first stopped. Processors without instructions for bfloat16 are faster with `--dtype float32`.
+Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the tuned file beside
+it.
 """
 
 from __future__ import annotations

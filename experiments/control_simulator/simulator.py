@@ -63,12 +63,7 @@ class Machine:
             MAX_DRAFTS, costs, prior, ladder=self.model.ladder, has_graphs=self.model.has_graphs
         )
 
-    def table(self, batch_size: int, prefill: int = 0) -> StepCostTable:
-        if prefill:
-            table, other = self.table(batch_size), self.model.prefill_seconds(prefill)
-            return StepCostTable(
-                batch_size, table.ladder, table.uniform + other, table.mixed + other, table.draft
-            )
+    def table(self, batch_size: int) -> StepCostTable:
         if batch_size not in self._tables:
             ladder, costs = self.model.ladder, self.costs
             uniform = np.array([costs.verify_seconds(batch_size, k * batch_size) for k in ladder])
@@ -82,12 +77,15 @@ class Machine:
         return self._tables[batch_size]
 
     def seconds(self, k: int, verify: Sequence[int], prefill: int = 0) -> float:
-        """A step that verifies these numbers of drafts and drafts k tokens for each request."""
-        table = self.table(len(verify), prefill)
-        drafting = float(table.draft[self.model.ladder.index(k)])
+        """A step that verifies these numbers of drafts and drafts k tokens for each request.
+
+        `prefill`: tokens of prompts in the same step.
+        """
+        table = self.table(len(verify))
+        other = float(table.draft[self.model.ladder.index(k)]) + self.model.prefill_seconds(prefill)
         if len(set(verify)) == 1 and verify[0] in self.model.ladder:
-            return drafting + float(table.uniform[self.model.ladder.index(verify[0])])
-        return drafting + float(table.mixed_seconds(sum(verify)))
+            return other + float(table.uniform[self.model.ladder.index(verify[0])])
+        return other + float(table.mixed_seconds(sum(verify)))
 
 
 @dataclass(slots=True)
@@ -143,13 +141,14 @@ def run_policy(
         probabilities = np.array(slots.probabilities(clock, count))
         verify = np.array(decision.verify)
         accepted = _sample_accepted(rng, probabilities, verify)
-        seconds = machine.seconds(decision.draft, decision.verify, traffic.prefill)
+        prefill = traffic.prefill_for(count + int(accepted.sum()))
+        seconds = machine.seconds(decision.draft, decision.verify, prefill)
         seconds *= traffic.slowdown(clock)
         policy.observe(
             Outcomes(requests, verify, accepted),
             decision.draft,
             _measured_seconds(rng, seconds),
-            traffic.prefill,
+            prefill,
         )
         steps.append((clock, count + _expected_accepted(probabilities, verify), seconds))
         slots.record(decision.verify)
@@ -178,7 +177,7 @@ def run_oracle(traffic: Traffic, machine: Machine, batch_size: int, clock_end: f
         probabilities = slots.probabilities(clock, count)
         key = (tuple(sorted(probabilities)), drafted)
         if key not in optima:
-            costs = machine.table(count, traffic.prefill)
+            costs = machine.table(count)
             survival = np.cumprod(np.array(key[0]), axis=1)
             found = optimise(survival, np.ones_like(survival, np.int64), MAX_DRAFTS, costs)
             rung = int(found.rates.argmax())
@@ -187,8 +186,9 @@ def run_oracle(traffic: Traffic, machine: Machine, batch_size: int, clock_end: f
             if found.min_survival[rung]:
                 enough = (survival >= found.min_survival[rung]).sum(axis=1)
                 verify = np.minimum(enough, drafted)
-            seconds = machine.seconds(best, verify.tolist(), traffic.prefill)
-            optima[key] = (best, _expected_accepted(np.array(key[0]), verify), seconds)
+            expected = _expected_accepted(np.array(key[0]), verify)
+            prefill = traffic.prefill_for(count + expected)
+            optima[key] = (best, expected, machine.seconds(best, verify.tolist(), prefill))
         best, accepted, seconds = optima[key]
         seconds *= traffic.slowdown(clock)
         steps.append((clock, count + accepted, seconds))
@@ -228,8 +228,9 @@ def _run_schedule(
         verify = [drafted] * count
         probabilities = slots.probabilities(clock, count)
         k = schedule.draft(len(steps))
-        seconds = machine.seconds(k, verify, traffic.prefill) * traffic.slowdown(clock)
         accepted = _expected_accepted(np.array(probabilities), np.array(verify))
+        seconds = machine.seconds(k, verify, traffic.prefill_for(count + accepted))
+        seconds *= traffic.slowdown(clock)
         steps.append((clock, count + accepted, seconds))
         slots.record(verify)
         drafted = k
@@ -244,7 +245,8 @@ def run_bare(traffic: Traffic, machine: Machine, batch_size: int, clock_end: flo
     clock, steps = 0.0, []
     while clock < clock_end:
         count = slots.occupied(clock)
-        seconds = machine.costs.bare_seconds(count) + machine.model.prefill_seconds(traffic.prefill)
+        seconds = machine.costs.bare_seconds(count)
+        seconds += machine.model.prefill_seconds(traffic.prefill_for(count))
         seconds *= traffic.slowdown(clock)
         steps.append((clock, float(count), seconds))
         clock += seconds / unit

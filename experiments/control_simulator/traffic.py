@@ -43,8 +43,12 @@ class Traffic:
     load: Callable[[float], float] = lambda clock: 1.0
     is_adversary: bool = False  # acceptance depends on what the policy does
     lifetime: int = LIFETIME
-    prefill: int = 0  # tokens of other requests' prompts in every step
+    prompt_tokens: float = 0.0  # for each generated one: requests that end make room for others
     slowdown: Callable[[float], float] = lambda clock: 1.0  # factor of all seconds, by the clock
+
+    def prefill_for(self, generated: float) -> int:
+        """Tokens of prompts in a step that generates so many."""
+        return round(self.prompt_tokens * generated)
 
     def request(self, clock: float, slot: int) -> str:
         return f"{slot}-{_request_number(clock, slot, self.lifetime)}"
@@ -169,7 +173,7 @@ def _tuning_traffic() -> list[Traffic]:
     found.append(Traffic("bursts of chat", steady(CHAT), load=_bursts))
     short = _mixture("short", [(0.5, CODE), (0.5, CHAT)], lifetime=40)
     found.append(Traffic("short requests of two kinds", short, lifetime=40))
-    found.append(Traffic("prefill in every step", steady(CHAT), prefill=256))
+    found.append(Traffic("prefill in every step", steady(CHAT), prompt_tokens=2.0))
     slow = Traffic("half speed from 300 on", steady(CHAT), slowdown=lambda clock: 1 + (clock > 300))
     found.append(slow)
     found.append(Traffic("adversary: honeypot", _honeypot, is_adversary=True))

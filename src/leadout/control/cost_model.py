@@ -251,8 +251,8 @@ class StepCostFilter:
         """False before the first step of an engine without measured costs."""
         return self._scale > 0
 
-    def table(self, batch_size: int, prefill: int = 0) -> StepCostTable:
-        """The costs at a batch size, of steps that also process `prefill` tokens of prompts."""
+    def table(self, batch_size: int) -> StepCostTable:
+        """The costs at a batch size, of steps without prefill."""
         law = self._laws.get(batch_size)
         if law is None:
             law = self._laws[batch_size] = self._law(batch_size)
@@ -261,9 +261,6 @@ class StepCostFilter:
         uniform, mixed, draft = seconds.reshape(3, -1)
         # The rows of `draft` are steps that verify nothing.
         draft = np.maximum(draft - uniform[0], 0.0)
-        if prefill:
-            other = max(0.0, float(self._state[7]) * prefill / 64)
-            uniform, mixed = uniform + other, mixed + other
         return StepCostTable(batch_size, self.ladder, uniform, mixed, draft)
 
     def observe(

@@ -150,7 +150,6 @@ class Policy:
         self._k = max_drafts
         self._probed_k = 0  # of a probe that was drafted and is not yet verified
         self._is_off = False
-        self._prefill = 0  # tokens of prompts in the last step
         self._plan: Plan | None = None
         self._is_planning = False  # in this step, and not learning
         self._no_lookup: tuple[bool, ...] = ()
@@ -211,12 +210,12 @@ class Policy:
     ) -> None:
         """Learn from a step that drafted k tokens for each request.
 
-        `prefill`: tokens of prompts in the same step. `seconds` is None if the step's time says
-        nothing about its work.
+        `prefill`: tokens of prompts in the same step, which explain a part of its time. Plans do
+        not depend on them: prompts take their time whatever is drafted. `seconds` is None if the
+        step's time says nothing about its work.
         """
         found = outcomes if isinstance(outcomes, Outcomes) else Outcomes.of(outcomes)
         batch_size = len(found.request_ids)
-        self._prefill = prefill
         if not batch_size or self._is_planning:
             return
         drafts = int(found.verified.sum())
@@ -239,7 +238,7 @@ class Policy:
     def _new_plan(
         self, batch_size: int, groups: Ints, limits: Ints | None, lowest: int, highest: int
     ) -> Plan:
-        costs = self.costs.table(batch_size, self._prefill)
+        costs = self.costs.table(batch_size)
         survival = self.acceptance.survival
         optimum = optimise(survival, self._counts(groups, limits), lowest, costs)
         rung = self._choose(optimum.rates, highest)
@@ -299,8 +298,7 @@ class Policy:
         self._probed_k = 0
         accepted = int(outcomes.accepted.sum())
         rejected = int((outcomes.accepted < outcomes.verified).sum())
-        table = self.costs.table(batch_size, self._prefill)
-        self._probes.observe(accepted, accepted + rejected, table)
+        self._probes.observe(accepted, accepted + rejected, self.costs.table(batch_size))
 
 
 class ProbeScheduler:

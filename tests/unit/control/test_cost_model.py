@@ -145,12 +145,11 @@ def test_costs_of_decoding_are_learnt_from_steps_that_contain_prefill() -> None:
         k, prefill = rng.choice((0, 7)), rng.choice((128, 256, 512))
         seconds = truth.verify_seconds(4, 4 * k) + truth.draft_seconds(4, k) + 2e-5 * prefill
         filter_.observe(4, 4 * k, k, seconds * rng.gauss(1, 0.03), prefill=prefill)
-    with_prefill, drafts = filter_.table(4, prefill=256), MAX_DRAFTS
-    more = with_prefill.uniform[drafts] + with_prefill.draft[drafts] - with_prefill.baseline
+    found, drafts = filter_.table(4), MAX_DRAFTS
+    more = found.uniform[drafts] + found.draft[drafts] - found.baseline
     expected = truth.step_seconds(4, drafts) - truth.step_seconds(4, 0)
     assert more == pytest.approx(expected, rel=0.15)
-    assert with_prefill.baseline == pytest.approx(truth.step_seconds(4, 0) + 0.00512, rel=0.05)
-    assert filter_.table(4).baseline < with_prefill.baseline
+    assert found.baseline == pytest.approx(truth.step_seconds(4, 0), rel=0.1)
 
 
 def test_estimates_stay_positive_whatever_is_measured() -> None:

@@ -312,6 +312,16 @@ def test_with_prefill_in_every_step_good_drafts_are_made(machine: str) -> None:
     assert sum(decision.draft > 0 for decision in decisions) >= 0.9 * len(decisions)
 
 
+def test_prefill_does_not_make_drafts_worth_their_cost() -> None:
+    """Prompts take their time whatever is drafted, so a step that has one hides no other costs."""
+    requests = {f"r{number}": [0.3] * MAX_DRAFTS for number in range(16)}
+    drafting = []
+    for prefill in (0, 512):
+        decisions = Loop(Policy(MAX_DRAFTS, CPU), requests, prefill=prefill).steps(600)[100:]
+        drafting.append(sum(decision.draft > 0 for decision in decisions) / len(decisions))
+    assert max(drafting) < 0.1
+
+
 def test_without_the_time_of_steps_with_prefill_nothing_is_drafted() -> None:
     policy = Policy(MAX_DRAFTS)
     requests = [DecodingRequest("a", 0, MAX_DRAFTS)]
