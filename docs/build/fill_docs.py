@@ -36,6 +36,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bench-means": result_tables.bench_means,
     "bench-method": result_tables.bench_method,
     "bench-sets": result_tables.bench_sets,
+    "live-before": result_tables.live_before,
     "bench-rounds": result_tables.bench_rounds,
     "tune-and-bench": speed_tables.tune_and_bench,
     "profile": result_tables.profile,
