@@ -349,12 +349,9 @@ def _quickstart() -> list[str]:
 
 def _results() -> list[str]:
     first = result("train/from_target_layers.json")["runs"][-1]["settings"]
-    arms = result("bench/smollm2.json")["settings"]["arms"]
-    *lengths, longest = sorted(arm["draft_tokens"] for arm in arms if arm["kind"] == "fixed")
     vocabulary = json.loads((SHIPPED / "config.json").read_text())["vocab_size"]
     return [
         f"blocks of {first['block_size']}",
-        f"K = {', '.join(map(str, lengths))} or {longest}",
         f"the target's own of {vocabulary:,} rows",
     ]
 

@@ -8,8 +8,13 @@ import speed_tables
 def test_the_intervals_of_tune_contain_what_bench_measures() -> None:
     loads = speed_tables.loads()
     assert {each.pair for each in loads} == set(speed_tables.PAIRS)
-    assert len(loads) >= 8
-    assert sum(each.is_contained for each in loads) >= 0.9 * len(loads)
+    drafting = [each for each in loads if each.k]
+    assert len(drafting) >= 8
+    assert sum(each.is_contained for each in drafting) >= 0.9 * len(drafting)
+    # A server that drafts nothing is at most as fast as bare vLLM, and so is the end of tune's
+    # interval there; the bench has an error in both directions.
+    for each in loads:
+        assert each.k or each.measured["low"] <= each.tuned["high"]
 
 
 def test_a_speed_up_outside_the_interval_is_counted() -> None:
