@@ -2,13 +2,13 @@
 
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
-Memory holds four servers of this target: bare vLLM twice, which shows the error of the method, and
-one or two that draft. They take turns in waves. `--arm` chooses what drafts: a fixed K in vLLM
-without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `live`, which measures
-`tuned` (the lengths of `leadout tune`) and `--live` together. A second call continues where the
-first stopped. Processors without instructions for bfloat16 are faster with `--dtype float32`.
-Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the tuned file beside
-it.
+At most four servers are up, for the sake of memory: bare vLLM twice, which shows the error of the
+method, and one or two that draft. They take turns in waves. `--arm` chooses what drafts: a fixed K
+in vLLM without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `live`, which
+measures `tuned` (the lengths of `leadout tune`) and `--live` together. A second call continues
+where the first stopped. Processors without instructions for bfloat16 are faster with
+`--dtype float32`. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the
+tuned file beside it.
 """
 
 from __future__ import annotations

@@ -105,12 +105,11 @@ def live_mean(load: int, name: str = LIVE_BENCH) -> Any:
 
 
 def live_before() -> str:
-    """Why there is a second run."""
+    """What the first run had measured."""
     return (
-        "The second run was made after a [correction of live control](decisions.md): in the first "
-        f"one `live` had {speedup(live_mean(1, BENCH))} at 1 request and "
-        f"{speedup(live_mean(16, BENCH))} at 16, because prompts in a step made it draft more than "
-        "pays."
+        f"In the first run `live` had {speedup(live_mean(1, BENCH))} at 1 request and "
+        f"{speedup(live_mean(16, BENCH))} at 16: prompts in a step made it draft more than pays "
+        "([what was wrong](decisions.md))."
     )
 
 

@@ -247,7 +247,7 @@ def test_speedups_have_intervals_at_every_load(name: str) -> None:
 
 
 def test_live_control_is_at_no_load_slower_than_bare_vllm_or_than_the_best_other_arm() -> None:
-    """Fixed lengths are those of the first run, with the version of live control before."""
+    """Fixed lengths are from the first run; its `live` is from before a correction."""
     means = [
         *(
             each

@@ -313,7 +313,7 @@ def test_with_prefill_in_every_step_good_drafts_are_made(machine: str) -> None:
 
 
 def test_prefill_does_not_make_drafts_worth_their_cost() -> None:
-    """Prompts take their time whatever is drafted, so a step that has one hides no other costs."""
+    """The time of a prompt is the same whatever is drafted, so it is no reason to draft."""
     requests = {f"r{number}": [0.3] * MAX_DRAFTS for number in range(16)}
     drafting = []
     for prefill in (0, 512):
