@@ -2,11 +2,11 @@
 
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
-At most four servers are up, for the sake of memory: bare vLLM twice, which shows the error of the
-method, and one or two that draft. They take turns in waves. `--arm` chooses what drafts: a fixed K
-in vLLM without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), or `live`, which
-measures `tuned` (the lengths of `leadout tune`) and `--live` together. A second call continues
-where the first stopped. Processors without instructions for bfloat16 are faster with
+Four servers are up at a time, for the sake of memory: bare vLLM twice, which shows the error of the
+method, and two that draft. They take turns in waves. `--arm` chooses what drafts: vLLM without
+Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), with two fixed lengths, or `chosen`,
+which measures `tuned` (the lengths of `leadout tune`) and `--live`. A second call continues where
+the first stopped. Processors without instructions for bfloat16 are faster with
 `--dtype float32`. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the
 tuned file beside it.
 """
@@ -28,7 +28,9 @@ from leadout.console import Progress
 
 RESULT = ROOT / "results" / "bench" / "qwen2.5-coder-1.5b.json"
 TUNED = RESULT.with_name("qwen2.5-coder-1.5b-tuned.json")
-ARMS = ("1", "3", "5", "7", "live")
+LENGTHS = {"1 and 3": (1, 3), "5 and 7": (5, 7)}
+CHOSEN = "chosen"
+ARMS = (CHOSEN, *LENGTHS)
 SETS = ("humaneval", "mbpp")
 LOADS = (1, 4, 8, 16)
 OUTPUT_TOKENS = 128
@@ -69,11 +71,11 @@ def main() -> None:
 
 
 def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
-    """Bare vLLM twice, and a fixed K or both ways in which Leadout chooses it."""
-    if arm == "live":
+    """Bare vLLM twice, and two fixed lengths or both ways in which Leadout chooses them."""
+    if arm == CHOSEN:
         chosen: dict[str, Any] = {"tuned": tune(arguments), "live": True}
     else:
-        chosen = {"draft": (str(arguments.drafter),), "draft_tokens": (int(arm),)}
+        chosen = {"draft": (str(arguments.drafter),), "draft_tokens": LENGTHS[arm]}
     settings = BenchSettings(
         target=str(arguments.target),
         prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS),
@@ -83,7 +85,7 @@ def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
         turns="waves",
         output_tokens=OUTPUT_TOKENS,
         server_flags=("--dtype", arguments.dtype, *FLAGS),
-        out=arguments.work / "bench" / arm,
+        out=arguments.work / "bench" / arm.replace(" ", "-"),
         resume=True,
         **chosen,
     )

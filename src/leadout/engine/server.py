@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import os
 import random
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +87,20 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    async def __aenter__(self) -> Self:
+        """As `with`, but the event loop goes on, so that Ctrl-C does not wait for the server."""
+        self.start()
+        try:
+            for seconds in self._until_healthy():
+                await asyncio.sleep(seconds)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
+
     def start(self) -> None:
         read_end, self._lifeline = os.pipe()
         guard = [sys.executable, "-m", "leadout.engine.child_process", str(read_end), "--"]
@@ -104,6 +119,11 @@ class Server:
         os.close(read_end)
 
     def wait_until_healthy(self) -> None:
+        for seconds in self._until_healthy():
+            time.sleep(seconds)
+
+    def _until_healthy(self) -> Iterator[float]:
+        """The seconds to wait, time after time, until the server is healthy."""
         deadline = time.monotonic() + self._startup_seconds
         while not self.is_ready():
             if time.monotonic() > deadline:
@@ -111,7 +131,7 @@ class Server:
                     f"The server was not healthy after {self._startup_seconds:.0f} s.\n"
                     f"{log_tail(self.log)}"
                 )
-            time.sleep(POLL_SECONDS)
+            yield POLL_SECONDS
 
     def is_ready(self) -> bool:
         """Whether the server is healthy by now; an EngineError if it has exited."""

@@ -110,7 +110,7 @@ async def started(
             progress.say(warning)
         advance = progress.stage("start servers", len(launches))
         for launch in launches:
-            server = stack.enter_context(
+            server = await stack.enter_async_context(
                 Server(
                     launch.command,
                     log=logs / f"{launch.name}.log",

@@ -1,11 +1,23 @@
 """Whether servers can be up together, and what they are started with."""
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from leadout.console import Progress
 from leadout.engine import server_turns
-from leadout.engine.server_turns import KV_SPACE, choose_turns, machine_flags, thread_warning
+from leadout.engine.server_turns import (
+    KV_SPACE,
+    Launch,
+    choose_turns,
+    machine_flags,
+    started,
+    thread_warning,
+)
+from support.processes import family_of, new_processes
 
 GIB = 2**30
 
@@ -79,3 +91,25 @@ def test_a_limit_of_threads_that_servers_inherit_is_reported(
         assert thread_warning(on_cpu=True) is None
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert thread_warning(on_cpu=True) is None
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_does_not_wait_for_a_server_to_start(tmp_path: Path) -> None:
+    # It never listens; a large model takes minutes until it does.
+    launch = Launch("slow", [sys.executable, "-c", "import time; time.sleep(600)"], {})
+    before = family_of(os.getpid())
+
+    async def start() -> None:
+        async with started([launch], [], tmp_path, Progress.silent()):
+            raise AssertionError("it cannot be up")
+
+    async def interrupt() -> None:
+        starting = asyncio.create_task(start())
+        while not (tmp_path / "slow.log").exists():
+            await asyncio.sleep(0.1)
+        starting.cancel()  # what asyncio makes of Ctrl-C
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(interrupt())
+    assert new_processes(before) == []
