@@ -3,10 +3,10 @@
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
 Four servers are up at a time, for the sake of memory: bare vLLM twice, which shows the error of the
-method, and two that draft. They take turns in waves. `--arm` chooses what drafts: vLLM without
-Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), with two fixed lengths, or `chosen`,
-which measures `tuned` (the lengths of `leadout tune`) and `--live`. A second call continues where
-the first stopped. Processors without instructions for bfloat16 are faster with
+method, and two that draft. `--arm` chooses what drafts: vLLM without Leadout, whose drafts are worse
+on CPUs (docs/vllm-faults.md), with two fixed lengths, in slices; or `chosen`, which measures `tuned`
+(the lengths of `leadout tune`) and `--live` in waves, because live control times its own steps. A
+second call continues where the first stopped. Processors without instructions for bfloat16 are faster with
 `--dtype float32`. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the
 tuned file beside it.
 """
@@ -82,7 +82,7 @@ def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
         concurrency=tuple(arguments.concurrency or LOADS),
         rounds=arguments.rounds,
         seconds=arguments.seconds,
-        turns="waves",
+        turns="waves" if arm == CHOSEN else "slices",
         output_tokens=OUTPUT_TOKENS,
         server_flags=("--dtype", arguments.dtype, *FLAGS),
         out=arguments.work / "bench" / arm.replace(" ", "-"),
