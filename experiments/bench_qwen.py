@@ -3,12 +3,12 @@
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
 Four servers are up at a time, for the sake of memory: bare vLLM twice, which shows the error of the
-method, and two that draft. `--arm` chooses what drafts: vLLM without Leadout, whose drafts are worse
-on CPUs (docs/vllm-faults.md), with two fixed lengths, in slices; or `chosen`, which measures `tuned`
-(the lengths of `leadout tune`) and `--live` in waves, because live control times its own steps. A
-second call continues where the first stopped. Processors without instructions for bfloat16 are faster with
-`--dtype float32`. Writes results/bench/qwen2.5-coder-1.5b.json with the arms of the call, and the
-tuned file beside it.
+method, and two that draft. `--arm` chooses what drafts: vLLM without Leadout, whose drafts are
+worse on CPUs (docs/vllm-faults.md), with two fixed lengths, in slices; or `chosen`, which measures
+`tuned` (the lengths of `leadout tune`) and `--live` in waves, because live control times its own
+steps. A second call continues where the first stopped. Processors without instructions for bfloat16
+are faster with `--dtype float32`. Writes results/bench/qwen2.5-coder-1.5b.json with all arms that
+WORK_FOLDER has, and the tuned file beside it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=6.0)
     arguments = parser.parse_args()
-    results = {arm: measure(arm, arguments) for arm in arguments.arm or ARMS}
+    for arm in arguments.arm or ARMS:
+        measure(arm, arguments)
+    files = {arm: folder_of(arm, arguments) / "results.json" for arm in ARMS}
+    results = {
+        arm: BenchResult.model_validate_json(path.read_text(encoding="utf-8"))
+        for arm, path in files.items()
+        if path.exists()
+    }
     merged: dict[str, Any] = {
         "settings": {arm: found.settings.model_dump() for arm, found in results.items()},
         "cells": [
@@ -70,7 +77,12 @@ def main() -> None:
     write_result(RESULT, merged, target=arguments.target, drafter=arguments.drafter)
 
 
-def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
+def folder_of(arm: str, arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.work / "bench" / arm.replace(" ", "-")
+    return folder
+
+
+def measure(arm: str, arguments: argparse.Namespace) -> None:
     """Bare vLLM twice, and two fixed lengths or both ways in which Leadout chooses them."""
     if arm == CHOSEN:
         chosen: dict[str, Any] = {"tuned": tune(arguments), "live": True}
@@ -85,14 +97,13 @@ def measure(arm: str, arguments: argparse.Namespace) -> BenchResult:
         turns="waves" if arm == CHOSEN else "slices",
         output_tokens=OUTPUT_TOKENS,
         server_flags=("--dtype", arguments.dtype, *FLAGS),
-        out=arguments.work / "bench" / arm.replace(" ", "-"),
+        out=folder_of(arm, arguments),
         resume=True,
         **chosen,
     )
     with Progress("bench") as progress:
         result = bench(settings, progress)
     print_result(result)
-    return result
 
 
 def tune(arguments: argparse.Namespace) -> Path:
