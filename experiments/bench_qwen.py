@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, store_tuned, write_result
+from leadout.bench.page import RESULTS, write_files
 from leadout.bench.report import print_result
 from leadout.bench.results import BenchResult
 from leadout.bench.run import bench
@@ -52,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for arm in arguments.arm or ARMS:
         measure(arm, arguments)
-    files = {arm: folder_of(arm, arguments) / "results.json" for arm in ARMS}
+    files = {arm: folder_of(arm, arguments) / RESULTS for arm in ARMS}
     results = {
         arm: BenchResult.model_validate_json(path.read_text(encoding="utf-8"))
         for arm, path in files.items()
@@ -103,6 +104,7 @@ def measure(arm: str, arguments: argparse.Namespace) -> None:
     )
     with Progress("bench") as progress:
         result = bench(settings, progress)
+    write_files(result, settings.out)
     print_result(result)
 
 
