@@ -97,7 +97,7 @@ def measure(arm: str, arguments: argparse.Namespace) -> None:
         seconds=arguments.seconds,
         turns="waves" if arm == CHOSEN else "slices",
         output_tokens=OUTPUT_TOKENS,
-        server_flags=("--dtype", arguments.dtype, *FLAGS),
+        server_flags=("--dtype", arguments.dtype, "--max-num-seqs", str(max(LOADS)), *FLAGS),
         out=folder_of(arm, arguments),
         resume=True,
         **chosen,
