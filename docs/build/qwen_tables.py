@@ -11,6 +11,8 @@ BENCH = "bench/qwen2.5-coder-1.5b.json"
 PROFILE = "bench/qwen2.5-coder-1.5b-profile.json"
 TUNED = "bench/qwen2.5-coder-1.5b-tuned.json"
 TRAINING = "train/qwen2.5-coder-1.5b.json"
+CHOSEN = "chosen"  # the run with `tuned` and `live`; each other one has two fixed lengths
+CHOSEN_ARMS = ("tuned", "live")
 
 
 def best_at(batch: int) -> tuple[str, dict[str, Any]]:
@@ -56,8 +58,9 @@ def bench() -> str:
     }
     sets = sorted({name for _, name, _ in cells})
     rows: list[list[str]] = []
-    for arm in dict.fromkeys(each["arm"] for each in found["geometric_means"]):
-        if arm in ("tuned", "live"):
+    arms = dict.fromkeys(each["arm"] for each in found["geometric_means"])
+    for arm in sorted(arms, key=lambda arm: arm in CHOSEN_ARMS):  # fixed lengths first
+        if arm in CHOSEN_ARMS:
             rows += [
                 [f"{arm}, {name}", *(speedup(cells[arm, name, load]) for load in loads)]
                 for name in sets
@@ -69,23 +72,26 @@ def bench() -> str:
             for each in found["bare_against_bare"]
             if each["against"] == against
         }
-        rows.append(["bare vLLM again (A/A)", *(same_again(again[load]) for load in loads)])
+        beside = "" if against == CHOSEN else f", beside K = {against}"
+        name = f"bare vLLM again (A/A){beside}"
+        rows.append([name, *(same_again(again[load]) for load in loads)])
     return table(["concurrent requests", *map(str, loads)], rows)
 
 
 def settings() -> dict[str, Any]:
-    """Of the bench; those of all arms are alike but for the arm itself."""
-    found: dict[str, Any] = next(iter(result(BENCH)["settings"].values()))
+    """Of the bench of `tuned` and `live`."""
+    found: dict[str, Any] = result(BENCH)["settings"][CHOSEN]
     return found
 
 
 def bench_rounds() -> str:
     """What a cell of the bench consists of."""
     used = settings()
-    return (
-        f"{used['rounds']} rounds, in which every server runs for {used['seconds']:g} s; "
-        f"answers have {used['output_tokens']} tokens. 95% intervals in brackets."
-    )
+    text = f"{used['rounds']} rounds, in which every server runs for {used['seconds']:g} s"
+    fixed = [each for name, each in result(BENCH)["settings"].items() if name != CHOSEN]
+    if fixed:
+        text += f" (fixed lengths: {fixed[0]['rounds']} of {fixed[0]['seconds']:g} s)"
+    return f"{text}; answers have {used['output_tokens']} tokens. 95% intervals in brackets."
 
 
 def profile() -> str:

@@ -108,7 +108,6 @@ BY_PAGE: dict[str, Allowed] = {
     "docs/reference/commands.md": ((r"^\| \d+ \|", "exit codes"),),
     "docs/reliability.md": ((r"Linux with x86-64 only", "name of a kind of processor"),),
     "docs/results.md": (
-        (r"slices of a quarter of a second", "a rule of leadout.bench"),
         (r"one or two hundredths", "a warning, not a measurement"),
         (r"the two also differ", "those of the table"),
     ),
