@@ -126,7 +126,7 @@ def _speed() -> list[tuple[str, ...]]:
             qwen_tables.BENCH,
         ),
         _row(
-            "the same with `--live`, which here also copies from the prompt",
+            "the same with `--live`, which on CPUs also copies from the prompt",
             f"**{speedup(qwen_tables.mean_at(1, 'live'))}**, "
             f"**{speedup(qwen_tables.mean_at(4, 'live'))}**",
             f"{len(larger['prompts'])} prompt sets, {larger['rounds']} rounds",

@@ -123,7 +123,7 @@ class Server:
             time.sleep(seconds)
 
     def _until_healthy(self) -> Iterator[float]:
-        """The seconds to wait, time after time, until the server is healthy."""
+        """Seconds to wait before each further look at the server, until it is healthy."""
         deadline = time.monotonic() + self._startup_seconds
         while not self.is_ready():
             if time.monotonic() > deadline:

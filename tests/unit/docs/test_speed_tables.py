@@ -14,6 +14,10 @@ def test_the_intervals_of_tune_contain_what_bench_measures() -> None:
     drafting = [each for each in loads if each.k and each.pair != OTHER_TEXTS]
     assert len(drafting) >= 8
     assert sum(each.is_contained for each in drafting) >= 0.9 * len(drafting)
+    for each in loads:
+        if each.k:
+            assert each.measured["low"] <= each.tuned["high"], each
+            assert each.measured["high"] >= each.tuned["low"], each
     # A server that drafts nothing is at most as fast as bare vLLM, and so is the end of tune's
     # interval there; the bench has an error in both directions.
     for each in loads:
