@@ -31,8 +31,8 @@ from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
 
 MAX_K, MAX_BATCH, TOKENS = TINY_DRAFTER.max_draft_tokens, 2, 16
 DRAFTS = range(MAX_K + 1)
-# Long enough that a request of a round goes on while a busy machine polls late.
-LENGTH = 2048
+# A request of a round must go on while a busy machine polls late: at 1 ms per step, for 16 s.
+LENGTH = 16384
 SIZES = ("--max-model-len", str(LENGTH), "--max-num-seqs", "8")
 FLAGS = ("--dtype", "float32", "--enforce-eager", *SIZES)
 TABLE = [(1, 1, 3), (2, 2, 1), (3, 16, 0)]

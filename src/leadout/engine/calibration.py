@@ -38,7 +38,7 @@ from leadout.engine.step_records import (
 BARE, DRAFTING = "bare", "drafting"
 # Timed steps per turn. The first step after a stop is not timed: it spans the stop.
 BARE_STEPS, DRAFTING_STEPS = 3, 6
-MAX_TOKENS = 2048  # of a request, which is aborted long before
+MAX_TOKENS = 16384  # of a request, which is aborted long before
 STUCK_SECONDS = 600.0  # without a step
 _POLL_SECONDS = 0.01
 
