@@ -3,7 +3,9 @@
     python experiments/bench_profile.py TARGET DRAFTER --out FILE
 
 One engine runs in this process, and methods of its objects are timed. The time of a part excludes
-the parts inside it. `rest` is the remaining time of a step: scheduling, inputs, bookkeeping.
+the parts inside it. `rest` is the remaining time of a step: scheduling, inputs, bookkeeping. A
+drafter with a reduced vocabulary is measured twice: as `leadout serve` runs it, and with logits
+over the target's vocabulary, vLLM's default.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from common import provenance
 from leadout.checkpoints import read_checkpoint
 from leadout.data.chat import Chat
 from leadout.engine.offline import TextEngine, TextRequest
+from leadout.engine.vllm_flags import LOCAL_ARGMAX
 from leadout.evaluate.prompts import prompts_or_default
 
 BATCHES = (1, 4, 8, 16)
@@ -57,7 +60,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    k = read_checkpoint(arguments.drafter).config.max_draft_tokens
+    config = read_checkpoint(arguments.drafter).config
+    k, is_reduced = config.max_draft_tokens, config.draft_vocab_size is not None
     chat = Chat(arguments.target)
     prompts = [chat.prompt(prompt.turns[:1]) for prompt in prompts_or_default(())]
     prompts = [prompt for prompt in prompts if len(prompt) < 256]
@@ -71,22 +75,30 @@ def main() -> None:
         async_scheduling=False,  # a step is complete before the next is scheduled
         enable_prefix_caching=False,
     )
-    clock = watch(engine)
-    profile = {str(batch): measure(engine, clock, prompts, batch) for batch in BATCHES}
-    result = {
+    (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
+    clock = watch(runner)
+    profile, with_logits = {}, {}
+    for batch in BATCHES:
+        if is_reduced:
+            with_logits[str(batch)] = measure(engine, clock, prompts, batch)
+        setattr(runner.drafter, LOCAL_ARGMAX, is_reduced)
+        profile[str(batch)] = measure(engine, clock, prompts, batch)
+        setattr(runner.drafter, LOCAL_ARGMAX, False)
+    result: dict[str, Any] = {
         "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "milliseconds, median over steps",
         "k": k,
         "dtype": arguments.dtype,
         "by_batch_size": profile,
     }
+    if is_reduced:
+        result["with_logits_over_the_targets_vocabulary"] = with_logits
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(profile, indent=2))
+    print(json.dumps(result, indent=2))
 
 
-def watch(engine: TextEngine) -> Clock:
-    (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
+def watch(runner: Any) -> Clock:
     clock, target, draft = Clock(), runner.model, runner.drafter.model
     clock.time(target, "forward", "target layers")
     clock.time(target, "compute_logits", "target head")
@@ -96,6 +108,7 @@ def watch(engine: TextEngine) -> Clock:
     clock.time(draft, "precompute_and_store_context_kv", "drafter, context keys and values")
     clock.time(draft, "forward", "drafter, layers")
     clock.time(draft, "compute_logits", "drafter, head")
+    clock.time(draft, "get_top_tokens", "drafter, head")
     return clock
 
 

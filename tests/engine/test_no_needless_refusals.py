@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 
+from leadout.checkpoints import write_checkpoint
 from leadout.control.tuned_file import Model, write_tuned
 from leadout.engine.serve_plan import Plan, make_plan
 from leadout.engine.settings import (
@@ -25,7 +26,12 @@ from leadout.engine.settings import (
 from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
 from leadout.settings import SettingsError
-from support.drafters import TINY_DRAFTER, edit_config, write_random_drafter
+from support.drafters import (
+    TINY_DRAFTER,
+    edit_config,
+    random_weights,
+    write_random_drafter,
+)
 from support.tuned_files import a_tuning
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "8")
@@ -208,6 +214,19 @@ def test_single_flags_name_the_drafter(target: Path, drafter: Path) -> None:
     assert speculation == {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 2}
     config = config_of(plan, target).speculative_config
     assert (config.method, config.num_speculative_tokens) == ("dflash", 2)
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_a_reduced_vocabulary_needs_no_logits_of_the_targets(
+    target: Path, tmp_path: Path, method: str
+) -> None:
+    config = replace(TINY_DRAFTER, target_num_layers=4, own_head=True, draft_vocab_size=80)
+    drafter = tmp_path / "reduced"
+    weights = random_weights(config)
+    write_checkpoint(drafter, weights, config, "speculators", target_name=str(target))
+    asked = json.dumps({"draft_sample_method": method})
+    made = config_of(plan_of(target, drafter, "--speculative-config", asked), target)
+    assert made.speculative_config.use_local_argmax_reduction == (method == "greedy")
 
 
 def test_another_method_in_single_flags_is_passed_on(target: Path) -> None:

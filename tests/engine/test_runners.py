@@ -1,4 +1,7 @@
-"""Our drafter class under both of vLLM's model runners, and over two tensor-parallel workers."""
+"""Our drafter class under both of vLLM's model runners, and over two tensor-parallel workers.
+
+With a reduced draft vocabulary as well, whose drafts are chosen without logits over the target's.
+"""
 
 import json
 import os
@@ -13,9 +16,10 @@ import pytest
 from leadout.checkpoints import load_drafter, write_checkpoint
 from leadout.dflash.target import Target
 from leadout.engine.inspection import read_steps
+from leadout.engine.vllm_flags import LOCAL_ARGMAX
 from leadout.pairing import read_target
 from leadout.selftest.checks import compare_drafts
-from support.drafters import TINY_DRAFTER, random_drafter
+from support.drafters import TINY_DRAFTER, random_drafter, random_weights
 from support.engine_drafts import reference_drafts
 from support.faults import FAULTS
 from support.models import ROOT, tiny_llama
@@ -23,6 +27,9 @@ from support.tiny_engine import PROMPTS
 
 K = TINY_DRAFTER.max_draft_tokens
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
+# Not a multiple of 64: vLLM pads the head, and the second of two workers has all of the padding.
+REDUCED = replace(CONFIG, own_head=True, draft_vocab_size=70)
+WITHOUT_LOGITS = ("--speculation", json.dumps({LOCAL_ARGMAX: True}))
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +107,34 @@ def test_two_tensor_parallel_workers_draft_the_same(
 ) -> None:
     parallel = result_of(run(pair, "--tensor-parallel", "2", VLLM_CPU_OMP_THREADS_BIND="0|1"))
     assert parallel == on_v1
+
+
+@pytest.fixture(scope="module")
+def reduced(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("reduced") / "drafter"
+    weights = {**random_weights(REDUCED), **random_drafter(CONFIG).state_dict()}
+    write_checkpoint(folder, weights, REDUCED, "speculators", target_name=str(pair[0]))
+    return pair[0], folder
+
+
+@pytest.fixture(scope="module")
+def with_logits(reduced: tuple[Path, Path]) -> dict[str, Any]:
+    return result_of(run(reduced))
+
+
+@pytest.mark.parametrize("where", ["V1", "V2", "two workers"])
+def test_drafts_are_the_same_without_logits_over_the_targets_vocabulary(
+    reduced: tuple[Path, Path], with_logits: dict[str, Any], where: str
+) -> None:
+    options = {"V1": [], "V2": ["--v2"], "two workers": ["--tensor-parallel", "2"]}[where]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if where == "two workers" else {}
+    chosen = result_of(run(reduced, *options, *WITHOUT_LOGITS, **environment))
+    assert chosen["drafter_class"] == "LeadoutDFlashForCausalLM"
+    assert chosen["answers"] == with_logits["answers"]
+    drafted = set()
+    # V2 drafts once more after the last token of an answer.
+    for mine, theirs in zip(chosen["drafts"], with_logits["drafts"], strict=True):
+        assert mine[: len(theirs)] == theirs
+        drafted |= {token for block in theirs for token in block}
+    assert len(drafted) > 5
+    assert all(token % 4 == 0 and token // 4 < 70 for token in drafted)  # as random_weights has it

@@ -1,7 +1,7 @@
 """Runs one small engine in a process of its own and prints what it drafted, as JSON.
 
     python -m support.tiny_engine MODEL DRAFTER K [--v2 [--record FOLDER] [--async-scheduling]
-        [--known-drafts]] [--tensor-parallel N]
+        [--known-drafts]] [--tensor-parallel N] [--speculation JSON]
 
 `--v2` runs vLLM's V2 model runner, which needs Triton, in Triton's interpreter: slow and exact.
 vLLM's CPU platform switches async scheduling off; with `--async-scheduling` it stays on, as on
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--async-scheduling", action="store_true", help="with --v2")
     parser.add_argument("--known-drafts", action="store_true", help="with --v2")
     parser.add_argument("--settings", type=json.loads, default={}, help="of vLLM's, as JSON")
+    parser.add_argument("--speculation", type=json.loads, default={}, help="more of its config")
     arguments = parser.parse_args()
     if arguments.v2:
         let_triton_interpret()
@@ -137,6 +138,7 @@ def main() -> None:
             "method": "dflash",
             "model": arguments.drafter,
             "num_speculative_tokens": arguments.draft_tokens,
+            **arguments.speculation,
         },
     )
     print("STARTED", flush=True)

@@ -50,6 +50,7 @@ from leadout.engine.tuned_plan import (
 from leadout.engine.vllm_flags import (
     PLUGINS,
     Features,
+    draft_selection,
     feature_environment,
     feature_flags,
     is_speculation,
@@ -351,6 +352,7 @@ class _Planner:
             notes.append(f"--tuned: {json.dumps(lengths)}")
         ours = {"method": "dflash", "model": drafter, **lengths}
         speculation = {**self._speculation, **ours}
+        speculation |= draft_selection(speculation, config, checkpoint.config)
         draft_tokens, table = lengths[DRAFT_LENGTH], speculation.get(DRAFT_LENGTH_BY_BATCH)
         if self._settings.learn_states is not None:  # does what the other one does too
             flags = [*flags, "--worker-cls", STATES_TAP_WORKER]

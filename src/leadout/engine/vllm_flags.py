@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
+from leadout.dflash.config import DrafterConfig
 from leadout.engine.settings import (
     CALIBRATION,
     CAPTURE,
@@ -219,6 +220,28 @@ def speculation_of(parsed: Any) -> dict[str, Any]:
             )
         fields[field] = value
     return fields
+
+
+LOCAL_ARGMAX = "use_local_argmax_reduction"
+
+
+def draft_selection(
+    speculation: Mapping[str, Any], vllm_config: Any, drafter: DrafterConfig
+) -> dict[str, bool]:
+    """The field with which vLLM chooses drafts without logits over the target's vocabulary.
+
+    Otherwise every draft has a row of them, with minus infinity for tokens that the drafter lacks,
+    which is gathered from all tensor-parallel ranks. Empty where that saves nothing, and where the
+    logits are needed.
+    """
+    is_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
+    needs_logits = speculation.get("enable_adaptive_verification") or (
+        speculation.get("draft_sample_method", "greedy") != "greedy"
+    )
+    saves_work = drafter.draft_vocab_size is not None or is_parallel
+    if LOCAL_ARGMAX in speculation or needs_logits or not saves_work:
+        return {}
+    return {LOCAL_ARGMAX: True}
 
 
 # Features of Leadout that need flags or environment variables of vLLM.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,8 +15,10 @@ from leadout.data.settings import DataSettings
 from leadout.engine import vllm_flags
 from leadout.engine.settings import SCHEDULER, CaptureSettings, LiveSettings, RegistrySettings
 from leadout.engine.vllm_flags import (
+    LOCAL_ARGMAX,
     PLUGINS,
     Features,
+    draft_selection,
     engine_arguments,
     feature_environment,
     feature_flags,
@@ -25,6 +30,7 @@ from leadout.engine.vllm_flags import (
     without_speculation,
 )
 from leadout.settings import SettingsError
+from support.drafters import MINI, MINI_REDUCED
 
 
 @pytest.mark.parametrize(
@@ -195,3 +201,25 @@ def test_only_the_arguments_that_flags_name_reach_the_engine() -> None:
 def test_flags_that_an_engine_cannot_take_are_refused(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         engine_arguments("target", flags, DataSettings, {"max_model_len": "use --max-length"})
+
+
+@pytest.mark.parametrize(
+    ("is_reduced", "ranks", "speculation", "is_without_logits"),
+    [
+        (True, 1, {}, True),
+        (False, 2, {}, True),
+        (False, 1, {}, False),  # the same work
+        (True, 1, {"draft_sample_method": "greedy"}, True),
+        (True, 2, {"draft_sample_method": "probabilistic"}, False),
+        (True, 2, {"enable_adaptive_verification": True}, False),
+    ],
+)
+def test_drafts_are_chosen_without_logits_where_that_saves_work(
+    is_reduced: bool, ranks: int, speculation: dict[str, Any], is_without_logits: bool
+) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+    drafter = MINI_REDUCED if is_reduced else replace(MINI, own_head=True)
+    chosen = draft_selection(speculation, config, drafter)
+    assert chosen == ({LOCAL_ARGMAX: True} if is_without_logits else {})
+    for asked in (True, False):  # the user decides
+        assert draft_selection({**speculation, LOCAL_ARGMAX: asked}, config, drafter) == {}
