@@ -4,8 +4,8 @@
 
 One engine runs in this process, and methods of its objects are timed. The time of a part excludes
 the parts inside it. `rest` is the remaining time of a step: scheduling, inputs, bookkeeping. A
-drafter with a reduced vocabulary is measured twice: as `leadout serve` runs it, and with logits
-over the target's vocabulary, vLLM's default.
+drafter with a reduced vocabulary is measured in two ways, which take turns step by step: as
+`leadout serve` runs it, and with logits over the target's vocabulary, vLLM's default.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from leadout.engine.vllm_flags import LOCAL_ARGMAX
 from leadout.evaluate.prompts import prompts_or_default
 
 BATCHES = (1, 4, 8, 16)
-STEPS, WARM_UP = 40, 6
+STEPS, WARM_UP = 30, 4
+SERVED, WITH_LOGITS = "by_batch_size", "with_logits_over_the_targets_vocabulary"
 
 
 class Clock:
@@ -77,22 +79,20 @@ def main() -> None:
     )
     (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
     clock = watch(runner)
-    profile, with_logits = {}, {}
-    for batch in BATCHES:
-        if is_reduced:
-            with_logits[str(batch)] = measure(engine, clock, prompts, batch)
-        setattr(runner.drafter, LOCAL_ARGMAX, is_reduced)
-        profile[str(batch)] = measure(engine, clock, prompts, batch)
-        setattr(runner.drafter, LOCAL_ARGMAX, False)
-    result: dict[str, Any] = {
+    ways: dict[str, Callable[[], None]] = {SERVED: lambda: None}
+    if is_reduced:
+        ways = {
+            SERVED: lambda: setattr(runner.drafter, LOCAL_ARGMAX, True),
+            WITH_LOGITS: lambda: setattr(runner.drafter, LOCAL_ARGMAX, False),
+        }
+    profile = {batch: measure(engine, clock, prompts, batch, ways) for batch in BATCHES}
+    result = {
         "provenance": provenance(target=arguments.target, drafter=arguments.drafter),
         "unit": "milliseconds, median over steps",
         "k": k,
         "dtype": arguments.dtype,
-        "by_batch_size": profile,
+        **{way: {str(batch): parts[way] for batch, parts in profile.items()} for way in ways},
     }
-    if is_reduced:
-        result["with_logits_over_the_targets_vocabulary"] = with_logits
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
@@ -113,23 +113,34 @@ def watch(runner: Any) -> Clock:
 
 
 def measure(
-    engine: TextEngine, clock: Clock, prompts: list[list[int]], batch: int
-) -> dict[str, float]:
+    engine: TextEngine,
+    clock: Clock,
+    prompts: list[list[int]],
+    batch: int,
+    ways: dict[str, Callable[[], None]],
+) -> dict[str, dict[str, float]]:
+    """The median milliseconds of each part, for each of these ways to run a step."""
     names = [f"{batch}_{place}" for place in range(batch)]
     for place, name in enumerate(names):
         prompt = prompts[place % len(prompts)]
         engine.submit(TextRequest(name, prompt, 512, ignore_eos=True))
-    steps: list[dict[str, float]] = []
-    for _ in range(STEPS):
-        clock.parts.clear()
-        began = time.perf_counter()
-        engine.step()
-        seconds = time.perf_counter() - began
-        parts = dict(clock.parts)
-        steps.append({**parts, "rest": seconds - sum(parts.values()), "step": seconds})
+    steps: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for number in range(WARM_UP + STEPS):
+        for way, choose in ways.items():
+            choose()
+            clock.parts.clear()
+            began = time.perf_counter()
+            engine.step()
+            seconds = time.perf_counter() - began
+            if number >= WARM_UP:
+                parts = dict(clock.parts)
+                rest = seconds - sum(parts.values())
+                steps[way].append({**parts, "rest": rest, "step": seconds})
     engine._llm.llm_engine.abort_request(names)
-    kept = steps[WARM_UP:]
-    return {name: 1e3 * statistics.median(s[name] for s in kept) for name in kept[0]}
+    return {
+        way: {part: 1e3 * statistics.median(step[part] for step in kept) for part in kept[0]}
+        for way, kept in steps.items()
+    }
 
 
 if __name__ == "__main__":
