@@ -11,7 +11,8 @@ BENCH = "bench/qwen2.5-coder-1.5b.json"
 PROFILE = "bench/qwen2.5-coder-1.5b-profile.json"
 TUNED = "bench/qwen2.5-coder-1.5b-tuned.json"
 TRAINING = "train/qwen2.5-coder-1.5b.json"
-CHOSEN = "chosen"  # the run with `tuned` and `live`; each other one has two fixed lengths
+CHOSEN = "chosen, "  # runs with `tuned` and `live`; each other one has two fixed lengths
+FEW = f"{CHOSEN}few requests"
 CHOSEN_ARMS = ("tuned", "live")
 
 
@@ -66,21 +67,19 @@ def bench() -> str:
                 for name in sets
             ]
         rows.append([f"{arm}, both sets", *(speedup(mean_at(load, arm)) for load in loads)])
-    for against in found["settings"]:
-        again = {
-            each["concurrency"]: each
-            for each in found["bare_against_bare"]
-            if each["against"] == against
-        }
-        beside = "" if against == CHOSEN else f", beside K = {against}"
-        name = f"bare vLLM again (A/A){beside}"
-        rows.append([name, *(same_again(again[load]) for load in loads)])
+    again: dict[str, dict[int, dict[str, Any]]] = {}
+    for each in found["bare_against_bare"]:
+        beside = "" if each["run"].startswith(CHOSEN) else f", beside K = {each['run']}"
+        again.setdefault(f"bare vLLM again (A/A){beside}", {})[each["concurrency"]] = each
+    rows += [
+        [name, *(same_again(by_load[load]) for load in loads)] for name, by_load in again.items()
+    ]
     return table(["concurrent requests", *map(str, loads)], rows)
 
 
 def settings() -> dict[str, Any]:
     """Of the bench of `tuned` and `live`."""
-    found: dict[str, Any] = result(BENCH)["settings"][CHOSEN]
+    found: dict[str, Any] = result(BENCH)["runs"][FEW]["settings"]
     return found
 
 
@@ -88,7 +87,8 @@ def bench_rounds() -> str:
     """What a cell of the bench consists of."""
     used = settings()
     text = f"{used['rounds']} rounds, in which every server runs for {used['seconds']:g} s"
-    fixed = [each for name, each in result(BENCH)["settings"].items() if name != CHOSEN]
+    runs = result(BENCH)["runs"]
+    fixed = [run["settings"] for name, run in runs.items() if not name.startswith(CHOSEN)]
     if fixed:
         text += f" (fixed lengths: {fixed[0]['rounds']} of {fixed[0]['seconds']:g} s)"
     return f"{text}; answers have {used['output_tokens']} tokens. 95% intervals in brackets."
