@@ -90,6 +90,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "qwen-bench": qwen_tables.bench,
     "qwen-bench-rounds": qwen_tables.bench_rounds,
     "qwen-profile": qwen_tables.profile,
+    "qwen-selection": qwen_tables.selection,
     "qwen-tuned": qwen_tables.tuned,
     "qwen-acceptance": qwen_tables.acceptance,
     "qwen-training": qwen_tables.training,

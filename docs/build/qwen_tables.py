@@ -98,6 +98,27 @@ def profile() -> str:
     return result_tables.profile(PROFILE)
 
 
+def selection() -> str:
+    """Choosing drafts with and without logits over the target's vocabulary, and the step."""
+    found = result(PROFILE)
+    ways = {
+        "with logits over the target's vocabulary": found[
+            "with_logits_over_the_targets_vocabulary"
+        ],
+        "as served": found["by_batch_size"],
+    }
+    loads = list(found["by_batch_size"])
+    rows = []
+    for what, parts in (
+        ("head and choice of drafts", ("drafter, head", "drafter, the rest")),
+        ("step", ("step",)),
+    ):
+        for way, by_load in ways.items():
+            times = [sum(by_load[load][part] for part in parts) for load in loads]
+            rows.append([f"{what}, {way}", *(f"{each:.1f}" for each in times)])
+    return table(["milliseconds, concurrent requests", *loads], rows)
+
+
 def acceptance() -> str:
     """By prompt set, the best first, with intervals over texts."""
     sets = result(TRAINING)["acceptance"]
