@@ -91,6 +91,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "qwen-bench-rounds": qwen_tables.bench_rounds,
     "qwen-profile": qwen_tables.profile,
     "qwen-selection": qwen_tables.selection,
+    "qwen-lengths": qwen_tables.lengths,
     "qwen-tuned": qwen_tables.tuned,
     "qwen-acceptance": qwen_tables.acceptance,
     "qwen-training": qwen_tables.training,

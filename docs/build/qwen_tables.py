@@ -33,11 +33,22 @@ def tuned() -> str:
             1000 * found[part][batch][number]["value"]
             for part, number in (("verify", "0"), ("verify", k), ("draft", k))
         )
-        speedup = f"{gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
-        rows.append((batch, f"{bare:.0f}", k, f"{verify:.0f}", f"{draft:.0f}", speedup))
+        gained = result_tables.interval(gain)
+        rows.append((batch, f"{bare:.0f}", k, f"{verify:.0f}", f"{draft:.0f}", gained))
     heads = ("concurrent requests", "step without drafts, ms", "K", "verifying, ms", "drafting, ms",
              "speed-up")  # fmt: skip
     return table(heads, rows)
+
+
+def lengths() -> str:
+    """The speed-up of every K at every load."""
+    found: dict[str, dict[str, Any]] = result(TUNED)["speedup"]
+    lengths = [k for k in next(iter(found.values())) if k != "0"]
+    rows = [
+        [f"K = {k}", *(result_tables.interval(found[batch][k]) for batch in found)]
+        for k in lengths
+    ]
+    return table(["concurrent requests", *found], rows)
 
 
 def mean_at(load: int, arm: str = "tuned") -> dict[str, Any]:
