@@ -45,8 +45,7 @@ def lengths() -> str:
     found: dict[str, dict[str, Any]] = result(TUNED)["speedup"]
     lengths = [k for k in next(iter(found.values())) if k != "0"]
     rows = [
-        [f"K = {k}", *(result_tables.interval(found[batch][k]) for batch in found)]
-        for k in lengths
+        [f"K = {k}", *(result_tables.interval(found[batch][k]) for batch in found)] for k in lengths
     ]
     return table(["concurrent requests", *found], rows)
 
