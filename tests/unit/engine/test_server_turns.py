@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from leadout.console import Progress
 from leadout.engine import server_turns
@@ -24,7 +26,7 @@ GIB = 2**30
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    save_file({"weight": torch.zeros(250)}, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -39,6 +41,37 @@ def test_servers_take_turns_together_if_memory_holds_them(
     # Stands for a machine with so much memory.
     monkeypatch.setattr(server_turns, "available_bytes", lambda: available)
     assert choose_turns(3, [weights], on_cpu=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "times"),
+    [
+        (torch.bfloat16, (), 1),
+        (torch.bfloat16, ("--dtype", "auto"), 1),
+        (torch.bfloat16, ("--dtype", "bfloat16"), 1),
+        (torch.bfloat16, ("--dtype=float32",), 2),  # twice the size of the file
+        (torch.float32, ("--dtype", "half"), 0.5),
+        (torch.int8, ("--dtype", "float32"), 2.5 / 1.2),  # and the kernels' copies
+        (torch.float8_e4m3fn, (), 2.5 / 1.2),
+        (torch.int32, (), 2.5 / 1.2),  # eight weights in one
+    ],
+)
+def test_memory_is_counted_in_the_type_that_is_served(
+    stored: torch.dtype,
+    dtype: tuple[str, ...],
+    times: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KV_SPACE, "1")
+    weights = torch.zeros(2**22, dtype=stored)
+    save_file({"weight": weights}, tmp_path / "model.safetensors")
+    weight_bytes = 1.2 * times * weights.nbytes
+    for margin, expected in ((-1024, "single"), (1024, "slices")):
+        # Stands for a machine with so much memory.
+        available = 2 * (weight_bytes + 3 * GIB) + margin
+        monkeypatch.setattr(server_turns, "available_bytes", lambda available=available: available)
+        assert choose_turns(2, [tmp_path], True, dtype) == expected
 
 
 def test_weights_of_unknown_size_are_served_one_at_a_time(tmp_path: Path) -> None:
@@ -59,8 +92,6 @@ def test_servers_that_measure_their_own_steps_are_not_stopped(
 def test_on_a_gpu_two_servers_share_the_memory_or_are_up_one_at_a_time(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     # Stands for a GPU with so much free memory.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1300, 1300))
