@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,6 +40,7 @@ from leadout.tune.plan import (
     SHORT_TOKENS,
     START_SECONDS,
     TOKENS,
+    Clock,
     ProductTimes,
     draft_counts,
     make_rounds,
@@ -162,7 +163,7 @@ class Subject:
         return work
 
 
-def training_gain(dtype: str, clock: Callable[[int, str], float] = product_seconds) -> float:
+def training_gain(dtype: str, clock: Clock = product_seconds) -> float:
     """How many times faster training computes than vLLM serves in this type.
 
     Processors without instructions for bfloat16 emulate it in vLLM; training computes in float32.

@@ -55,13 +55,13 @@ from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_sizes, read_target, require_trainable
 from leadout.train.export import TrainReport
 from leadout.train.init import new_config, new_drafter
-from leadout.tune.plan import ProductTimes
+from leadout.tune.plan import BFLOAT16, ProductTimes
 
 LOCK = "make.lock"
 MIN_TRAIN_MINUTES = 1.0
 
 Runner = Callable[[Command, Follow], int]  # returns the exit code
-Clock = Callable[[], ProductTimes]
+Clock = Callable[[str], ProductTimes]  # in a torch dtype
 
 
 # Engines for different stages need different values, or have flags of ours.
@@ -106,10 +106,10 @@ def prepare(settings: MakeSettings) -> Preparation:
     return Preparation(settings, Subject(folder, read_sizes(folder), config), fresh)
 
 
-def times_apart() -> ProductTimes:
+def times_apart(precision: str) -> ProductTimes:
     """Timed in a process that ends: a product on a GPU would hold some of its memory until then."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-        return apart.submit(ProductTimes.measured).result()
+        return apart.submit(ProductTimes.measured, precision).result()
 
 
 def plan(settings: MakeSettings, clock: Clock = times_apart) -> MakePlan:
@@ -173,7 +173,7 @@ def _earlier(ready: Preparation) -> MakeState | None:
 
 
 def _estimate(ready: Preparation, clock: Clock) -> MakePlan:
-    times = clock()
+    times = clock("float32" if ready.settings.dtype == "float32" else BFLOAT16)
     speed = estimated_speed(ready.subject, times, training_gain(ready.settings.dtype))
     return make_plan(ready.settings, ready.subject, speed, times)
 

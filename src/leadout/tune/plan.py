@@ -30,6 +30,8 @@ SERVERS = 2
 START_SECONDS = 40.0  # of a server
 _OVERHEAD = 1.6  # a step is longer than its matrix products: attention, Python
 _PROBE_SIZE, _PROBE_ROWS = 4096, 64
+BFLOAT16 = "bfloat16"
+Clock = Callable[[int, str], float]  # seconds of a product of so many rows in a torch dtype
 
 
 def batch_sizes(max_batch: int) -> list[int]:
@@ -122,9 +124,10 @@ class ProductTimes:
     per_token: float  # for each further one
 
     @classmethod
-    def measured(cls, clock: Callable[[int], float] | None = None) -> Self:
+    def measured(cls, precision: str = BFLOAT16, clock: Clock | None = None) -> Self:
+        """In the type that will be served: some processors have instructions for one type only."""
         clock = clock or product_seconds
-        one, many = clock(1), clock(_PROBE_ROWS)
+        one, many = clock(1, precision), clock(_PROBE_ROWS, precision)
         return cls(one, max(many - one, 0.0) / (_PROBE_ROWS - 1))
 
     @classmethod
@@ -149,11 +152,12 @@ def make_plan(
     rounds: Sequence[RoundRequest],
     prompt_lengths: Sequence[int],
     turns: Turns,
-    clock: Callable[[int], float] | None = None,
+    precision: str = BFLOAT16,
     tokens: int = TOKENS,
+    clock: Clock | None = None,
 ) -> TunePlan:
     """An estimate from the sizes of both models and a matrix product timed on this machine."""
-    times = ProductTimes.measured(clock)
+    times = ProductTimes.measured(precision, clock)
     sizes = weight_bytes(target), weight_bytes(drafter)
     return TunePlan(
         batch_sizes=sorted({each.batch for each in rounds}),
@@ -203,7 +207,7 @@ def _turns(k: int, tokens: int) -> int:
     return math.ceil(steps / (DRAFTING_STEPS + 1))
 
 
-def product_seconds(rows: int, precision: str = "bfloat16") -> float:
+def product_seconds(rows: int, precision: str = BFLOAT16) -> float:
     """The fastest of three products of `rows` tokens with one matrix, on vLLM's device."""
     import torch
 

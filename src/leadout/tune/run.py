@@ -74,6 +74,7 @@ class Preparation:
     rounds: list[RoundRequest]
     max_length: int
     turns: Turns
+    precision: str  # that is served, as torch names it
     bare: Launch
     drafting: Launch
     folder: Path  # of logs and records, made when the measurement starts
@@ -83,7 +84,9 @@ def plan(settings: TuneSettings) -> TunePlan:
     ready = prepare(settings)
     lengths = list(map(len, ready.prompts))
     tokens = _tokens(settings)
-    return make_plan(ready.target, ready.drafter, ready.rounds, lengths, ready.turns, tokens=tokens)
+    return make_plan(
+        ready.target, ready.drafter, ready.rounds, lengths, ready.turns, ready.precision, tokens
+    )
 
 
 def _tokens(settings: TuneSettings) -> int:
@@ -195,6 +198,7 @@ def _prepare(settings: TuneSettings) -> Preparation:
         rounds=short_rounds(rounds) if settings.short else rounds,
         max_length=longest,
         turns=turns,
+        precision=str(config.model_config.dtype).removeprefix("torch."),
         bare=bare,
         drafting=drafting,
         folder=folder,

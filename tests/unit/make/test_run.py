@@ -64,7 +64,7 @@ def settings(target: Path, tmp_path: Path) -> Callable[..., MakeSettings]:
 @pytest.fixture
 def make(settings: Callable[..., MakeSettings], fake: FakeStages) -> Make:
     def make(**given: Any) -> MakeResult:
-        return run.make(settings(**given), runner=fake, clock=lambda: ProductTimes(0.005, 0.0001))
+        return run.make(settings(**given), runner=fake, clock=lambda _: ProductTimes(0.005, 0.0001))
 
     return make
 
@@ -364,10 +364,15 @@ def test_a_budget_that_is_too_small_starts_nothing(
 def test_the_plan_is_that_of_the_measured_speeds_once_there_are_some(
     make: Make, fake: FakeStages, settings: Callable[..., MakeSettings]
 ) -> None:
-    def clock() -> ProductTimes:
+    timed = []
+
+    def clock(precision: str) -> ProductTimes:
+        timed.append(precision)
         return ProductTimes(0.005, 0.0001)
 
     assert not run.plan(settings(), clock).speed.measured
+    assert not run.plan(settings(dtype="float32"), clock).speed.measured
+    assert timed == ["bfloat16", "float32"]
     fake.instead = {"data": interrupt}
     with pytest.raises(StoppedError):
         make()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,8 +71,12 @@ def test_a_short_tuning_has_the_smallest_the_largest_and_some_between() -> None:
     ]
 
 
-def slow_machine(rows: int) -> float:
-    return 1.0 + 0.01 * rows
+def slow_machine(rows: int, precision: str) -> float:
+    """It has instructions for float32 only."""
+    return (1.0 if precision == "float32" else 3.0) * (1.0 + 0.01 * rows)
+
+
+FLOAT32: Any = {"precision": "float32", "clock": slow_machine}
 
 
 @pytest.fixture
@@ -81,14 +86,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_estimate_grows_with_the_rounds(folder: Path) -> None:
-    small = make_plan(folder, folder, make_rounds(4, [0, 1], 30), [50] * 30, "slices", slow_machine)
+    small = make_plan(folder, folder, make_rounds(4, [0, 1], 30), [50] * 30, "slices", **FLOAT32)
     large = make_plan(
         folder,
         folder,
         make_rounds(16, draft_counts(7, False), 30),
         [50] * 30,
         "single",
-        slow_machine,
+        **FLOAT32,
     )
     assert 1 < small.minutes < large.minutes / 3
     assert product_seconds(1) > 0
@@ -98,13 +103,24 @@ def test_the_estimate_grows_with_the_rounds(folder: Path) -> None:
     assert "including the start of 2 servers" in large.text()
 
 
+def test_the_estimate_is_for_the_type_that_is_served(folder: Path) -> None:
+    rounds = make_rounds(4, [0, 1], 30)
+    exact, emulated = (
+        make_plan(
+            folder, folder, rounds, [50] * 30, "slices", precision, clock=slow_machine
+        ).minutes
+        for precision in ("float32", "bfloat16")
+    )
+    assert emulated > 1.5 * exact
+
+
 def test_the_estimate_counts_prefill_drafting_and_all_steps(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "none").mkdir()
     rounds = make_rounds(1, [0, 1], 30)
     none = tmp_path / "none"
 
     def minutes(drafter: Path, prompt: int) -> float:
-        return make_plan(folder, drafter, rounds, [prompt] * 30, "slices", slow_machine).minutes
+        return make_plan(folder, drafter, rounds, [prompt] * 30, "slices", **FLOAT32).minutes
 
     steps_only = minutes(none, 0)
     assert minutes(folder, 0) > steps_only
@@ -117,9 +133,16 @@ def test_the_estimate_counts_prefill_drafting_and_all_steps(tmp_path: Path, fold
 def test_a_short_tuning_takes_less(folder: Path) -> None:
     rounds = make_rounds(4, [0, 1, 3], 30)
     lengths = [50] * 30
-    usual = make_plan(folder, folder, rounds, lengths, "slices", slow_machine)
+    usual = make_plan(folder, folder, rounds, lengths, "slices", **FLOAT32)
     short = make_plan(
-        folder, folder, short_rounds(rounds), lengths, "slices", slow_machine, SHORT_TOKENS
+        folder,
+        folder,
+        short_rounds(rounds),
+        lengths,
+        "slices",
+        "float32",
+        SHORT_TOKENS,
+        slow_machine,
     )
     assert short.minutes < usual.minutes / 3
     assert "16 tokens each" in short.text()
