@@ -95,7 +95,9 @@ def leadout_outcome(target: Path, drafter: Path, fault: Fault) -> str:
     except (UnfitPairError, CheckpointError, SettingsError) as refused:
         return "refuses: " + str(refused).removeprefix("target and drafter do not fit\n")
     notes = [
-        note for note in plan.notes if not note.startswith("K = ") and "batched-tokens" not in note
+        note
+        for note in plan.notes
+        if not note.startswith(("K = ", "on CPUs ")) and "batched-tokens" not in note
     ]
     if fault.rule is None:
         return "serves; only acceptance shows it"

@@ -35,6 +35,7 @@ validation_sequences: 8
 anchors: 16
 batch_sequences: 8
 candidates: 4096
+draft_vocab: 64
 learning_rate: 0.004
 """
 WORDS = (
@@ -149,7 +150,8 @@ def test_costs_were_measured_before_anything_else(made: MakeResult, out: Path) -
 
 
 def test_the_folder_has_drafter_tuned_file_check_and_report(made: MakeResult, out: Path) -> None:
-    assert read_checkpoint(out / "drafter").config.block_size == 3
+    config = read_checkpoint(out / "drafter").config
+    assert (config.block_size, config.draft_vocab_size) == (3, 64)
     tuned = read_tuned(out / "tuned.json")
     tuned.require_pair(Path(made.target), out / "drafter")
     check: Any = json.loads((out / "check.json").read_text())
