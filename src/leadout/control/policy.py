@@ -15,6 +15,8 @@ expected tokens per second:
    little every now and then (`ProbeScheduler`), for a fixed share of the time. A successful probe
    is followed by another at once, until the estimate has changed or one fails.
 5. Without measured costs, one step at each size of batch and each rung measures it.
+6. While drafts are made or verified, a bare step every now and then shows what it costs without
+   them (`BaselineProbes`): nothing else does.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from leadout.control.cost_model import StepCostFilter, StepCosts, StepCostTable,
 
 # Exploration: steps taken to learn acceptance or costs rather than because they are the fastest.
 PROBE_TIME_SHARE = 0.01
+# Steps with drafts before a bare one: the first of an engine, and at least later on.
+FIRST_WAIT, MIN_INTERVAL = 4, 32
 # From so many requests on, a step with drafts either plans or learns, in turns: both together would
 # keep the scheduler too long, and neither K nor what is known changes much within a step.
 LARGE_BATCH = 64
@@ -147,6 +151,7 @@ class Policy:
         self.costs = StepCostFilter(self.ladder, costs, has_graphs=has_graphs)
         self._survey = CostSurvey(() if costs is not None else self.ladder)
         self._probes = ProbeScheduler()
+        self._baseline = BaselineProbes()
         self._k = max_drafts
         self._probed_k = 0  # of a probe that was drafted and is not yet verified
         self._is_off = False
@@ -174,14 +179,23 @@ class Policy:
             verify = tuple(available.tolist())
             return Decision(verify, surveyed_k or 0, False, None, self._no_lookup)
         groups = self.acceptance.groups(batch.request_ids)
-        takes_turns = batch_size >= LARGE_BATCH and not self._is_off and surveyed_k is None
+        is_bare = self._baseline.begin() and surveyed_k is None
+        takes_turns = (
+            batch_size >= LARGE_BATCH
+            and not self._is_off
+            and surveyed_k is None
+            and not is_bare  # which is taken in order to learn from it
+        )
         is_learning = takes_turns and self._is_planning
         self._is_planning = takes_turns and not is_learning
         if self._plan is None or not is_learning:
             self._plan = self._new_plan(batch_size, groups, limits, lowest, highest)
         plan = self._plan
+        if is_bare:
+            return Decision((0,) * batch_size, 0, True, plan.gain, self._no_lookup)
         use_lookup = self._no_lookup
         if surveyed_k is not None:
+            self._baseline.restart()
             verify_counts = available
         elif self._is_off:
             verify_counts = np.minimum(available, self._probed_k)
@@ -199,6 +213,10 @@ class Policy:
             probed_k = self._probes.due(plan.costs, highest)
             if probed_k:
                 self._probed_k, draft, is_probe = probed_k, probed_k, True
+        if surveyed_k is None and not is_probe:
+            is_drafting = bool(draft or verify_counts.any())
+            if self._baseline.is_due(is_drafting, plan.gain):
+                draft = 0  # so that the next step has nothing to verify
         return Decision(tuple(verify_counts.tolist()), draft, is_probe, plan.gain, use_lookup)
 
     def observe(
@@ -338,6 +356,41 @@ class ProbeScheduler:
     def reset(self) -> None:
         """A probe is made, or drafting is on again."""
         self._steps_since_probe, self._repeats = 0, False
+
+
+class BaselineProbes:
+    """Decides when a bare step, which neither verifies nor drafts, is taken to learn its cost.
+
+    As long as drafts are made, no other step shows that. If the first bare steps were slow, as on a
+    server that has just started, drafts would look worth their cost for ever.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """What was measured is a single step or none: take the next ones soon, then less often."""
+        self._wait = FIRST_WAIT
+        self._steps = 0  # since the last bare step
+        self._is_next = False
+
+    def begin(self) -> bool:
+        """Whether the step that is decided now is bare."""
+        is_bare, self._is_next = self._is_next, False
+        if is_bare:
+            self._steps, self._wait = 0, 2 * self._wait
+        return is_bare
+
+    def is_due(self, is_drafting: bool, gain: float) -> bool:
+        """Whether the next step is to be bare, for which this one should draft nothing.
+
+        `is_drafting`: this step drafts or verifies; `gain` is the throughput over that of K = 0.
+        """
+        self._steps = self._steps + 1 if is_drafting else 0
+        # Neither a bare step nor the one behind it has drafts to verify.
+        interval = max(MIN_INTERVAL, 2 * (gain - 1) / PROBE_TIME_SHARE)
+        self._is_next = self._steps >= min(self._wait, interval)
+        return self._is_next
 
 
 class CostSurvey:

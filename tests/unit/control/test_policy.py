@@ -2,6 +2,8 @@
 
 import random
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from control_simulator.traffic import MACHINES, MAX_DRAFTS
 from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome, Outcomes
 from leadout.control.policy import (
     PROBE_TIME_SHARE,
+    BaselineProbes,
     Batch,
     CostSurvey,
     Decision,
@@ -235,6 +238,49 @@ def test_useless_drafts_cost_little(machine: str, batch: int, has_costs: bool) -
     assert len(decisions) * simulated.table(batch).baseline >= 0.985 * spent
 
 
+def share_drafting_after_a_slow_start(machine: str, batch: int) -> float:
+    """Of steps long after the first bare one, which took twice as long as it should."""
+    requests = {f"r{number}": [0.0] * MAX_DRAFTS for number in range(batch)}
+    cold = Loop(Machine(MACHINES[machine]).policy(), requests, machine=machine)
+    seconds, noise = cold.machine.seconds, random.Random(0)
+    factors = iter([2.0])
+
+    def slow_at_first(k: int, verify: Sequence[int], prefill: int = 0) -> float:
+        factor = next(factors, 1.0) * max(0.5, noise.gauss(1, 0.08))
+        return factor * seconds(k, verify, prefill)
+
+    cold.machine.seconds = slow_at_first  # type: ignore[method-assign]
+    cold.steps(400)
+    return sum(decision.draft > 0 for decision in cold.steps(200)) / 200
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_slow_start_does_not_make_useless_drafts_look_worth_their_cost(
+    machine: str, batch: int
+) -> None:
+    assert share_drafting_after_a_slow_start(machine, batch) < 0.15
+
+
+def test_without_bare_steps_a_slow_start_is_never_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(BaselineProbes, "is_due", lambda self, is_drafting, gain: False)
+    assert share_drafting_after_a_slow_start("cpu", 1) == 1.0
+
+
+def test_bare_steps_stay_within_their_share_of_the_time() -> None:
+    fast = loop(0.9)
+    fast.steps(400)
+    decisions = fast.steps(2000)
+    tokens = sum(1 + sum(0.9**place for place in range(1, d.verify[0] + 1)) for d in decisions)
+    spent = sum(fast.machine.seconds(d.draft, d.verify) for d in decisions)
+    best = 1 + sum(0.9**place for place in range(1, MAX_DRAFTS + 1))
+    fastest = best / fast.machine.seconds(MAX_DRAFTS, (MAX_DRAFTS,))
+    assert tokens / spent > (1 - 1.5 * PROBE_TIME_SHARE) * fastest
+    assert sum(decision.is_probe for decision in decisions) >= 4
+
+
 @pytest.mark.parametrize("prior", [HOPELESS, GOOD], ids=["hopeless", "good"])
 @pytest.mark.parametrize("acceptance", [0.02, 0.9])
 @pytest.mark.parametrize("batch", [1, 8])
@@ -252,7 +298,7 @@ def test_without_measured_costs_the_policy_measures_each_rung_first() -> None:
     first = blind.steps(MAX_DRAFTS + 1)
     assert first[0].gain is None
     assert [decision.draft for decision in first] == list(range(MAX_DRAFTS + 1))
-    assert blind.steps(30)[-1].draft == MAX_DRAFTS
+    assert sum(decision.draft == MAX_DRAFTS for decision in blind.steps(30)[10:]) >= 14
     useless = Loop(Policy(MAX_DRAFTS), {"a": [0.02] * MAX_DRAFTS})
     useless.steps(100)
     assert sum(decision.draft > 0 for decision in useless.steps(100)) < 20
@@ -408,6 +454,27 @@ def test_probes_take_every_rung_up_to_the_limit() -> None:
         probes.observe(1, 1, COSTS)
         asked.append(probes.due(COSTS, 3))
     assert asked == [1, 2, 3, 1, 2]
+
+
+def test_bare_steps_come_less_often_with_time() -> None:
+    probes, bare = BaselineProbes(), []
+    for step in range(1000):
+        if probes.begin():
+            bare.append(step)
+        else:
+            probes.is_due(True, 1.5)
+    gaps = [after - before for before, after in pairwise(bare)]
+    assert gaps[:4] == [9, 17, 33, 65]
+    assert set(gaps[5:]) == {1 + 2 * 0.5 / PROBE_TIME_SHARE}
+    probes.restart()  # what follows is a size of batch that is new
+    assert [probes.begin() or probes.is_due(True, 1.5) for _ in range(4)] == [False] * 3 + [True]
+
+
+def test_a_step_without_drafts_counts_as_a_bare_one() -> None:
+    probes = BaselineProbes()
+    for _ in range(100):
+        assert not probes.is_due(True, 1.5)
+        assert not probes.is_due(False, 1.5)
 
 
 def test_survey_asks_for_each_rung_once_at_each_size() -> None:
