@@ -203,7 +203,7 @@ LIVE_GAUGES: dict[str, tuple[str, Callable[[LiveMetrics], float | None]]] = {
         lambda live: live.lookup_share,
     ),
     "leadout:probes": (
-        "Number of times drafts were tried although none were expected to pay.",
+        "Number of steps with drafts that are not expected to pay, or bare ones, to learn from.",
         lambda live: float(live.probes),
     ),
     "leadout:estimated_gain": (
