@@ -35,7 +35,7 @@ validation_sequences: 8
 anchors: 16
 batch_sequences: 8
 candidates: 4096
-draft_vocab: 64
+draft_vocab: 16
 learning_rate: 0.004
 """
 WORDS = (
@@ -151,7 +151,7 @@ def test_costs_were_measured_before_anything_else(made: MakeResult, out: Path) -
 
 def test_the_folder_has_drafter_tuned_file_check_and_report(made: MakeResult, out: Path) -> None:
     config = read_checkpoint(out / "drafter").config
-    assert (config.block_size, config.draft_vocab_size) == (3, 64)
+    assert (config.block_size, config.draft_vocab_size) == (3, 16)
     tuned = read_tuned(out / "tuned.json")
     tuned.require_pair(Path(made.target), out / "drafter")
     check: Any = json.loads((out / "check.json").read_text())
