@@ -20,8 +20,58 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# Otherwise every engine starts a process that sends statistics of its use.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # There is no hub in a test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+# The test files that take longest, longest first: one that starts last would run alone.
+FIRST = (
+    "engine/test_qwen_coder",
+    "engine/test_any_target",
+    "engine/test_chaos",
+    "engine/test_quickstart",
+    "engine/test_make",
+    "engine/test_selftest",
+    "engine/test_serve",
+    "engine/test_bench",
+    "engine/test_train",
+    "engine/test_swap",
+    "engine/test_states",
+    "engine/test_states_ring",
+    "engine/test_data",
+    "engine/test_runners",
+    "engine/test_vllm_faults",
+    "engine/test_ring_privacy",
+    "engine/test_odd_requests",
+    "engine/test_refusals",
+    "engine/test_live",
+    "engine/test_tune",
+    "engine/test_same_drafts",
+    "engine/test_gpu_resolution",
+    "engine/test_gpu_dispatch",
+    "engine/test_data_endpoints",
+    "engine/test_learn",
+    "engine/test_capture_routes",
+    "engine/test_metrics_server",
+    "engine/test_server_end",
+    "engine/test_live_server",
+    "engine/test_check_engine",
+    "engine/test_capture",
+    "model/test_lossless_reference",
+    "unit/test_fuzzed_readers",
+    "learn/test_cycle",
+    "learn/test_continuous",
+    "learn/test_served_privacy",
+    "learn/test_privacy",
+    "evaluate/test_ranks",
+    "dflash/test_sampled_equality",
+    "unit/test_distribution",
+    "unit/test_kills",
+    "docs/test_site",
+    "train/test_optimizer",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +83,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # With `--no-loadscope-reorder`, pytest-xdist starts files in this order.
+    order = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem}", len(FIRST)))
     if config.getoption("--nightly"):
         return
     left = [item for item in items if item.get_closest_marker("nightly") is not None]

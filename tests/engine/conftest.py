@@ -15,41 +15,6 @@ os.environ.update(
 )
 
 
-# The files that take longest, longest first: one that starts last would run alone.
-FIRST = (
-    "test_qwen_coder",
-    "test_any_target",
-    "test_chaos",
-    "test_quickstart",
-    "test_make",
-    "test_selftest",
-    "test_serve",
-    "test_bench",
-    "test_train",
-    "test_swap",
-    "test_states",
-    "test_data",
-    "test_runners",
-    "test_live",
-    "test_tune",
-    "test_same_drafts",
-    "test_gpu_resolution",
-    "test_gpu_dispatch",
-    "test_data_endpoints",
-    "test_learn",
-    "test_server_end",
-    "test_live_server",
-    "test_check_engine",
-    "test_lossless_reference",  # of tests/model
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--no-loadscope-reorder`, pytest-xdist starts files in this order."""
-    order = {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(FIRST)))
-
-
 @pytest.fixture(autouse=True)
 def environment_as_before() -> Iterator[None]:
     """Commands that are called in this process set variables, as for their log."""

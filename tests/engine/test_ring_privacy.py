@@ -26,7 +26,8 @@ from support.served_outcomes import SECONDS, WITH_CORE_FILES, ServedLearner, san
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
 FLAGS += ("--max-model-len", "128", "--max-num-seqs", "8", "--no-enable-prefix-caching")
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-ENVIRONMENT |= {"VLLM_LOGGING_LEVEL": "INFO"}
+# The file in which vLLM notes its statistics is searched, too.
+ENVIRONMENT |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "0"}
 REQUESTS = 80
 
 
