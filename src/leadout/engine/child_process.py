@@ -150,8 +150,9 @@ class Child:
         except BrokenPipeError:
             pass
         finally:
+            is_late = timer.finished.is_set()
             timer.cancel()
-        raise self._death()
+        raise self._death(f"did not answer within {seconds:g} s" if is_late else None)
 
     def _close(self) -> None:
         """End of input: the child exits, and an engine in it can release what it holds."""
@@ -161,12 +162,12 @@ class Child:
             if self._process.wait(EXIT_SECONDS) != 0:
                 raise self._death()
 
-    def _death(self) -> EngineError:
+    def _death(self, why: str | None = None) -> EngineError:
         assert self._log is not None
         self._is_dead = True
         self._temporary_log = None  # the message names it
         code = self._process.wait()
-        return EngineError(f"{self._name} ended with exit code {code}.\n{log_tail(self._log)}")
+        return EngineError(f"{self._name} {why or ending(code)}.\n{log_tail(self._log)}")
 
 
 def run_module(
@@ -198,6 +199,16 @@ def answer_requests(request: type[Request], answer: Callable[[Request, Report], 
             send(_ERROR, json.dumps(error))
         else:
             send(_RESULT, found.model_dump_json())
+
+
+def ending(code: int) -> str:
+    """How a process ended, for an error: by its exit code as Python or a shell reports it."""
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return (
+            f"was killed (exit code {code}), most likely because the memory was full: run fewer "
+            "processes at a time or give each less"
+        )
+    return f"ended with exit code {code}"
 
 
 def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:

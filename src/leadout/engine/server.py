@@ -24,6 +24,7 @@ from typing import Self
 from leadout.engine.child_process import (
     EngineError,
     descendants,
+    ending,
     log_tail,
     processor_seconds,
     without_torchrun,
@@ -137,8 +138,10 @@ class Server:
         """Whether the server is healthy by now; an EngineError if it has exited."""
         if self._is_healthy():
             return True
-        if self._guard is None or self._guard.poll() is not None:
-            raise EngineError(f"The server exited during startup.\n{log_tail(self.log)}")
+        code = None if self._guard is None else self._guard.poll()
+        if self._guard is None or code is not None:
+            how = "exited" if code is None else ending(code)
+            raise EngineError(f"The server {how}; it was not healthy yet.\n{log_tail(self.log)}")
         return False
 
     def wait_until_ended(self, seconds: float) -> int:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from leadout.engine.child_process import descendants, without_torchrun
+from leadout.engine.child_process import descendants, ending, without_torchrun
 from leadout.errors import INTERRUPTED
 from leadout.files import read_text
 
@@ -100,4 +100,4 @@ def reason(log: Path, code: int) -> str:
         return found[:MAX_REASON]
     if code == INTERRUPTED:
         return "it was interrupted"
-    return f"it ended with exit code {code}.\n{text[-MAX_REASON:]}"
+    return f"it {ending(code)}.\n{text[-MAX_REASON:]}"

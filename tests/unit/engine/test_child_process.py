@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from leadout.engine.child_process import GUARD_REMOVES, Child, EngineError, run_module
+from leadout.engine.child_process import GUARD_REMOVES, Child, EngineError, ending, run_module
 from support.processes import family_of, wait_until_gone
 
 
@@ -105,6 +105,12 @@ def test_a_child_that_fails_after_its_result_is_an_error(
         run_module(divider, Number(value=2), Number)
 
 
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_child_that_the_kernel_killed_names_the_likely_cause(code: int) -> None:
+    assert ending(code).startswith(f"was killed (exit code {code}), most likely because the memory")
+    assert ending(1) == "ended with exit code 1"
+
+
 def test_a_child_that_never_answers_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +118,7 @@ def test_a_child_that_never_answers_is_killed(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     with Child("silent", tmp_path / "log") as child:
         started = time.monotonic()
-        with pytest.raises(EngineError, match="exit code -9"):
+        with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
             child.call(Number(value=1), Number, seconds=0.5)
     assert time.monotonic() - started < 600  # not the hour of the child
 
