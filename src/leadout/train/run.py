@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ STATES = "states.bin"
 # From the second epoch on, reading states is cheaper than computing them: a pass of the target
 # costs more than several of the drafter. Larger files than this are not written automatically.
 MAX_STATE_BYTES = 200e9
+# How many shapes of matrix products oneDNN keeps compiled on CPUs, with memory for each. Passes
+# differ in their shapes, so that its default, 1024, takes gigabytes in a long run.
+PRIMITIVE_CACHE, MAX_PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,7 @@ class Run:
         assert config.layers is not None
         assert config.target_layer_ids is not None
         assert config.mask_token_id is not None
+        os.environ.setdefault(PRIMITIVE_CACHE, MAX_PRIMITIVES)  # read at the first product
         if config.compile and config.packing:
             raise TrainError(
                 "--compile cannot be combined with --packing: packed passes differ in shape, and "

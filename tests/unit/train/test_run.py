@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from leadout import shards
 from leadout.data.manifest import DataFolder
 from leadout.shards import Sample
 from leadout.train.config import TrainError
-from leadout.train.run import Corpus, complete_settings, read_corpus
+from leadout.train.run import (
+    MAX_PRIMITIVES,
+    PRIMITIVE_CACHE,
+    Corpus,
+    complete_settings,
+    read_corpus,
+)
 from support.models import TINY_VOCAB
 from support.small_runs import MakeRun, small_config
 from support.tiny_chat import END_OF_TEXT, END_OF_TURN, START_OF_TURN, write_tiny_chat_target
@@ -38,6 +45,17 @@ def read(samples: list[Sample], target: Path, folder: Path, **changes: Any) -> C
 def test_packed_passes_are_not_compiled(make_run: MakeRun) -> None:
     with pytest.raises(TrainError, match=r"--compile cannot be combined with --packing.* Omit one"):
         make_run(compile=True, packing=True)
+
+
+def test_few_shapes_stay_compiled_unless_the_user_decides(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PRIMITIVE_CACHE, raising=False)
+    make_run()
+    assert os.environ[PRIMITIVE_CACHE] == MAX_PRIMITIVES
+    monkeypatch.setenv(PRIMITIVE_CACHE, "7")
+    make_run()
+    assert os.environ[PRIMITIVE_CACHE] == "7"
 
 
 def test_data_without_greedy_answers_is_validated_on_sampled_ones(
