@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=6, help="passes over the answers")
     parser.add_argument("--initial", type=Path, help="continue from this drafter")
     parser.add_argument("--learning-rate", type=float, help="instead of that of the settings")
+    parser.add_argument("--remark", help="what the settings of the run do not say")
     parser.add_argument("--count", type=int, default=40, help="prompts of each evaluation set")
     parser.add_argument("--tokens", type=int, default=200, help="of each answer to them")
     arguments = parser.parse_args()
@@ -75,7 +76,7 @@ def main() -> None:
         flags += ["--count", arguments.count, "--tokens", arguments.tokens]
         run([sys.executable, script, target, drafter, *sets, *flags])
     earlier = runs_of(arguments.initial)
-    write_result(RESULT, target, drafter, work, measured, earlier)
+    write_result(RESULT, target, drafter, work, measured, earlier, arguments.remark)
 
 
 def runs_of(drafter: Path | None) -> list[Any]:

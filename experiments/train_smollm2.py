@@ -112,10 +112,12 @@ def write_result(
     work: Path,
     measured: Path,
     earlier: Sequence[Any] = (),
+    remark: str | None = None,
 ) -> None:
     """Data, training and acceptance of a drafter; `measured` is from train_acceptance.py.
 
-    `earlier` are the runs of the drafter that this one was continued from.
+    `earlier` are the runs of the drafter that this one was continued from; `remark` says what the
+    settings of this one do not.
     """
     acceptance = json.loads(measured.read_text())["sets"]
     data = DataFolder(work / "data")
@@ -126,6 +128,7 @@ def write_result(
         "settings": config,
         "minutes": minutes,
         "data_response_tokens": data.response_tokens,
+        **({} if remark is None else {"remark": remark}),
         **curves(work / RUN),
     }
     runs = [*earlier, this_run]
