@@ -64,25 +64,26 @@ def bench() -> str:
     """By arm; `tuned` and `live` by prompt set, too; and the error of the method."""
     found = result(BENCH)
     loads = sorted({cell["concurrency"] for cell in found["cells"]})
+    sets = sorted({cell["prompt_set"] for cell in found["cells"]})
+    measured = [*found["cells"], *found["geometric_means"]]  # the latter of no single set
     cells = {
-        (cell["arm"], cell["prompt_set"], cell["concurrency"]): cell for cell in found["cells"]
+        (each["arm"], each.get("prompt_set"), each["concurrency"]): speedup(each)
+        for each in measured
+        if not each["arm"].startswith("bare")
     }
-    sets = sorted({name for _, name, _ in cells})
     rows: list[list[str]] = []
     arms = dict.fromkeys(each["arm"] for each in found["geometric_means"])
     for arm in sorted(arms, key=lambda arm: arm in CHOSEN_ARMS):  # fixed lengths first
-        if arm in CHOSEN_ARMS:
-            rows += [
-                [f"{arm}, {name}", *(speedup(cells[arm, name, load]) for load in loads)]
-                for name in sets
-            ]
-        rows.append([f"{arm}, both sets", *(speedup(mean_at(load, arm)) for load in loads)])
+        for name in [*(sets if arm in CHOSEN_ARMS else ()), None]:
+            by_load = (cells.get((arm, name, load), "-") for load in loads)
+            rows.append([f"{arm}, {name or 'both sets'}", *by_load])
     again: dict[str, dict[int, dict[str, Any]]] = {}
     for each in found["bare_against_bare"]:
         beside = "" if each["run"].startswith(CHOSEN) else f", beside K = {each['run']}"
         again.setdefault(f"bare vLLM again (A/A){beside}", {})[each["concurrency"]] = each
     rows += [
-        [name, *(same_again(by_load[load]) for load in loads)] for name, by_load in again.items()
+        [name, *(same_again(by_load[load]) if load in by_load else "-" for load in loads)]
+        for name, by_load in again.items()
     ]
     return table(["concurrent requests", *map(str, loads)], rows)
 
@@ -141,9 +142,10 @@ def acceptance() -> str:
 
 
 def training() -> str:
-    """Text, time and the curve on held-out answers, of one run after the other."""
+    """Text, time and the curve on held-out answers, of one run after the other, and remarks."""
     found = result(TRAINING)
     rows: list[tuple[str, ...]] = []
+    remarks = ""
     for number, run in enumerate(found["runs"], start=1):
         curve = ", ".join(
             f"{point['acceptance_length']:.2f} after {point['minutes']:.0f} minutes"
@@ -155,5 +157,7 @@ def training() -> str:
             curve,
         )
         rows.append((str(number), *row))
+        if "remark" in run:
+            remarks += f"\n\nRun {number}: {run['remark']}"
     header = ("run", "text", "training", "acceptance length on held-out answers")
-    return table(header, rows)
+    return table(header, rows) + remarks

@@ -85,16 +85,16 @@ def tuned_table() -> str:
 
 
 def bench_means() -> str:
-    """Both runs; `live` is that of the second."""
+    """Both runs: fixed lengths and `tuned`; `live`, with a `tuned` of its own."""
     rows = []
-    for name, label in ((BENCH, ""), (LIVE_BENCH, "second run: ")):
+    for name, label in ((BENCH, ""), (LIVE_BENCH, ", in the run of live")):
         bench = result(name)
         for arm in dict.fromkeys(mean["arm"] for mean in bench["geometric_means"]):
             if name == LIVE_BENCH or arm != "live":
                 means = [mean for mean in bench["geometric_means"] if mean["arm"] == arm]
-                rows.append([f"{label}{arm}", *map(speedup, means)])
+                rows.append([arm if arm == "live" else f"{arm}{label}", *map(speedup, means)])
         again = map(same_again, bench["bare_against_bare"])
-        rows.append([f"{label}bare vLLM again (A/A)", *again])
+        rows.append([f"bare vLLM again (A/A){label}", *again])
     return table(["concurrent requests", *LOADS], rows)
 
 
@@ -105,10 +105,11 @@ def live_mean(load: int, name: str = LIVE_BENCH) -> Any:
 
 
 def live_before() -> str:
-    """What the first run had measured."""
+    """What the run with fixed lengths had measured."""
     return (
-        f"In the first run `live` had {speedup(live_mean(1, BENCH))} at 1 request and "
-        f"{speedup(live_mean(16, BENCH))} at 16: prompts in a step made it draft more than pays "
+        f"The run with fixed lengths had measured {speedup(live_mean(1, BENCH))} for `live` at 1 "
+        f"request and {speedup(live_mean(16, BENCH))} at 16, with a fault that was corrected "
+        "before the run of `live`: prompts in a step made it draft more than pays "
         "([what was wrong](decisions.md))."
     )
 
@@ -161,7 +162,7 @@ def bench_rounds() -> str:
     bench = result(BENCH)
     settings, prediction = bench["settings"], bench["prediction"]
     return (
-        "`live` was corrected after the first run and measured in a second one, beside `tuned`. "
+        "`live` was measured in a separate run, with bare vLLM and `tuned` of its own beside it. "
         f"Geometric mean of {len(settings['prompts'])} prompt sets and {settings['rounds']} "
         f"rounds, in which every server runs for {settings['seconds']:g} s, with the 95% interval "
         f"in brackets. Answers have {settings['output_tokens']} tokens, whether or not the text "
@@ -380,7 +381,7 @@ def prompt_lookup() -> str:
 def live_useless() -> str:
     cells = result("live/useless.json")["cells"]
     rows = [
-        (label, *(_with_interval(cell, key) for cell in cells))
+        (label, *(with_interval(cell, key) for cell in cells))
         for label, key in (
             ("live control over bare vLLM", ""),
             ("without prompt lookup", "without_prompt_lookup"),
@@ -390,6 +391,6 @@ def live_useless() -> str:
     return table(["concurrent requests", *(cell["concurrency"] for cell in cells)], rows)
 
 
-def _with_interval(cell: dict[str, Any], key: str) -> str:
+def with_interval(cell: dict[str, Any], key: str) -> str:
     value, prefix = cell[key or "ratio"], f"{key}_" if key else ""
     return f"{value:.2f} ({cell[prefix + 'low']:.2f} to {cell[prefix + 'high']:.2f})"

@@ -10,7 +10,7 @@ from result_tables import BENCH, LIVE_BENCH, interval, result, speedup, table
 # Tuned files, and benches that served with them.
 PAIRS = {
     "SmolLM2": ("bench/smollm2-tuned.json", BENCH),
-    "SmolLM2, second run": ("bench/smollm2-tuned.json", LIVE_BENCH),
+    "SmolLM2, run of live": ("bench/smollm2-tuned.json", LIVE_BENCH),
     "SmolLM2, quickstart": ("quickstart/tuned.json", "quickstart/bench.json"),
     "Qwen2.5-Coder-1.5B": (
         "bench/qwen2.5-coder-1.5b-tuned.json",

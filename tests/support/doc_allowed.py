@@ -68,17 +68,22 @@ BY_PAGE: dict[str, Allowed] = {
         (r"below which a tenth of the requests", "the quantile of the query above it"),
     ),
     "docs/howto/long-context.md": ((r"served twice", "what the check does"),),
+    "docs/howto/privacy.md": (
+        (r"0\.05 keeps one request in twenty|1 GiB and 30 days", "a setting and defaults"),
+    ),
     "docs/howto/per-request.md": ((r"at most 3 for each|0 is the same as", "values of a setting"),),
     "docs/howto/selftest.md": (
         (r"at least 0\.95 of|of six windows", "rules of leadout.selftest"),
-        (r"the last two servers", "those of the table"),
+        (r"the last two servers|up to five servers", "those of the table"),
+        (r"\(10 by default\)", "a default"),
     ),
-    "docs/howto/serve.md": ((r"1 disables the warning", "a setting"),),
+    "docs/howto/serve.md": ((r"\(default (?:1\.1|3)\)|1 disables the warning", "a setting"),),
     "docs/howto/tpus.md": (
         (r"tpu-inference 0\.32\.0|transformers 5", "versions"),
         (r"heads of (?:64|128)|multiples of 128", "sizes that kernels of tpu-inference take"),
     ),
     "docs/howto/train.md": (
+        (r"to 128 unless you set it", "a setting"),
         (r"by default 2 for targets below 1B parameters, else 5", "defaults"),
         (r"write 2,000 prompts", "the number in the command above it"),
     ),
@@ -127,6 +132,7 @@ BY_PAGE: dict[str, Allowed] = {
     ),
     "docs/tune.md": (
         (r"batch size \(1, 2, 4,", "the measured batch sizes"),
+        (r"\(16 by default\)|more than 512 tokens", "a default and a limit of leadout.tune"),
         (r"Two engines|the two terms|two upper bounds", "those of the sentence"),
         (r"above 1\)|near 1,", "the speed of a bare server"),
     ),
