@@ -195,11 +195,14 @@ class Server:
 # Below the ports that Linux gives to outgoing connections, one of which could take a port between
 # its choice here and the start of the server.
 _PORTS = range(20_000, 32_000)
+# An engine in this process seeds the generator of `random`: two processes would choose the same
+# port, and one would talk to the server of the other.
+_choose = random.SystemRandom().choice
 
 
 def free_port() -> int:
     while True:
-        port = random.choice(_PORTS)
+        port = _choose(_PORTS)
         with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, port))
             return port

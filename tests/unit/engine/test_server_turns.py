@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from leadout.console import Progress
 from leadout.engine import server_turns
+from leadout.engine.server import free_port
 from leadout.engine.server_turns import (
     KV_SPACE,
     Launch,
@@ -122,6 +124,14 @@ def test_a_limit_of_threads_that_servers_inherit_is_reported(
         assert thread_warning(on_cpu=True) is None
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert thread_warning(on_cpu=True) is None
+
+
+def test_processes_that_are_seeded_alike_choose_different_ports() -> None:
+    ports = []
+    for _ in range(2):
+        random.seed(0)  # as every engine does in its process
+        ports.append([free_port() for _ in range(5)])
+    assert ports[0] != ports[1]
 
 
 @pytest.mark.timeout(120)
