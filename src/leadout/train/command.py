@@ -12,7 +12,7 @@ from pathlib import Path
 from leadout.checkpoints import Format
 from leadout.console import Progress
 from leadout.data.manifest import DataFolder
-from leadout.errors import StoppedError
+from leadout.errors import LeadoutError, StoppedError
 from leadout.evaluate.hidden_states import StateSource
 from leadout.evaluate.ranks import Ranks, joined_ranks, require_shared
 from leadout.files import read_text, require_writable, write_text
@@ -30,6 +30,7 @@ from leadout.train.budget import (
 from leadout.train.config import TrainConfig, TrainError
 from leadout.train.export import (
     SETTINGS,
+    ServedDiffersError,
     TrainReport,
     longest_served,
     require_agreement,
@@ -157,6 +158,13 @@ def train(
         raise StoppedError(
             f"Stopped after training, before the drafter was verified; continue with `{again}`."
         ) from None
+    except ServedDiffersError:
+        raise  # the result of the proof
+    except LeadoutError as error:  # such as a full device, or servers of states that have ended
+        raise TrainError(
+            f"{error}\nTraining is complete, but the drafter was not verified and has no record; "
+            f"once the cause is removed, verify it with `{again}`."
+        ) from error
 
 
 def _format(to: Format | None, config: TrainConfig) -> Format:

@@ -385,6 +385,25 @@ def test_ctrl_c_says_how_to_continue(
     assert "may be deleted" in (out / "run" / "README.txt").read_text()
 
 
+def test_a_proof_that_fails_to_run_says_how_to_repeat_it(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise EngineError("The engine ended with exit code 1.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "run_session", full)
+        ended = train("--epochs", "0.3")
+    assert ended.exit_code == 2
+    assert "The engine ended with exit code 1." in ended.stderr
+    assert "Training is complete, but the drafter was not verified" in ended.stderr
+    assert f"--out {tmp_path / 'out'} --resume`." in ended.stderr
+    assert not (tmp_path / "out" / "drafter" / "training.json").exists()
+    ended = train("--epochs", "0.3", "--resume")
+    assert ended.exit_code == 0, ended.output
+    assert (tmp_path / "out" / "drafter" / "training.json").exists()
+
+
 def test_the_command_to_continue_has_what_the_settings_do_not(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
