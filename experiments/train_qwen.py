@@ -4,7 +4,7 @@
     python examples/quantize_int8.py QWEN TARGET
     python experiments/train_qwen.py TARGET PROMPTS_FOLDER WORK_FOLDER
 
-Trains on the answers in experiments/data/ (experiments/qwen_data.py wrote them), measures
+Trains on the answers in experiments/data/ (experiments/target_text.py wrote them), measures
 acceptance on the evaluation sets and writes results/train/qwen2.5-coder-1.5b.json. Every stage
 continues where an earlier call was interrupted. With `--initial` a run continues from the shipped
 drafter, and the result has its runs, too. Two servers make the target's states, one on each
@@ -29,7 +29,6 @@ import torch
 
 from common import ONE_THREAD, ROOT, link_states
 from leadout.data.manifest import DataFolder
-from leadout.data.packed import unpack
 from leadout.evaluate.hidden_states import StatesOnDisk, announce
 from leadout.evaluate.ranks import Ranks
 from leadout.evaluate.served_states import states_from
@@ -37,7 +36,7 @@ from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.train.config import TrainConfig
 from leadout.train.run import Run, complete_settings, read_corpus
-from qwen_data import PACKED, PROMPTS, prompts_again
+from target_text import packed_folder, restore
 from train_smollm2 import EVALUATION_SETS, RUN, run, write_result
 
 SETTINGS = ROOT / "examples" / "qwen2.5-coder-drafter.yaml"
@@ -63,8 +62,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each answer to them")
     arguments = parser.parse_args()
     target, work = arguments.target, arguments.work
-    sources = [str(arguments.prompts / name) for name in PROMPTS]
-    unpack(PACKED, work / "data", prompts_again(target, sources))
+    restore(packed_folder(target), target, arguments.prompts, work)
     drafter = work / RUN / "drafter"
     if not drafter.exists():
         train(target, work, training_flags(arguments))
