@@ -48,6 +48,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "check-faults": result_tables.check_faults,
     "training": result_tables.training,
     "ablations": train_tables.ablations,
+    "proxies": train_tables.proxies,
+    "proxies-settings": train_tables.proxies_settings,
     "first-weights": train_tables.first_weights,
     "expected-lengths": train_tables.expected_lengths,
     "against-speculators": train_tables.against_speculators,

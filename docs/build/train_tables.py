@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from result_tables import result, table
+from result_tables import interval, result, table
 
 from leadout.make.expected import LEARNING_CURVE
 
@@ -15,6 +15,38 @@ def ablations() -> str:
         for name, each in found["variants"].items()
     ]
     return table(("starts from", "variant", "held-out acceptance length"), rows)
+
+
+def proxies() -> str:
+    """Runs from random weights that differ in one setting, and their gain over the baseline."""
+    found = result("train/proxies.json")
+    rows = []
+    for name, arm in found["arms"].items():
+        seeds = arm["seeds"].values()
+        lengths = [f"{each['acceptance_length']['value']:.3f}" for each in seeds]
+        gain, cost = arm.get("gain"), arm.get("times_the_processor_time_per_block")
+        rows.append(
+            (
+                name,
+                ", ".join(lengths),
+                "" if gain is None else interval(gain, digits=3),
+                "" if cost is None else f"{cost:.2f}",
+            )
+        )
+    heads = ("setting", "acceptance length, by seed", "gain over the baseline")
+    return table((*heads, "time for each block, relative to the baseline"), rows)
+
+
+def proxies_settings() -> str:
+    found = result("train/proxies.json")
+    settings = found["settings"]
+    return (
+        f"{found['blocks']:,} blocks of {settings['block_size']} tokens on {found['samples']} "
+        f"answers, with learning rate {settings['learning_rate']:g} and "
+        f"{settings['batch_sequences'] * settings['anchors']:,} blocks in a step; acceptance "
+        f"length on {found['held_out_texts']} held-out greedy answers. Gains are paired by text, "
+        "with 95% intervals over texts; where there are two seeds, over both."
+    )
 
 
 def first_weights() -> str:

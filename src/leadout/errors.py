@@ -7,7 +7,7 @@ SUCCESS = 0  # or: the pair fits, the drafter pays
 NEGATIVE = 1  # a negative finding: unfit, rejected, slower
 FAILED = 2  # wrong usage, or the command could not run
 UNDECIDED = 3  # ran, but the evidence does not suffice for a verdict
-INTERRUPTED = 130  # by Ctrl-C; the shell's code for it
+INTERRUPTED = 130  # by Ctrl-C, for which it is the shell's code, or by SIGTERM
 
 
 class LeadoutError(Exception):
@@ -21,7 +21,7 @@ class LeadoutError(Exception):
 
 
 class StoppedError(LeadoutError):
-    """Ctrl-C ended long work: the message says where it stopped and how to continue."""
+    """Ctrl-C or SIGTERM ended long work: the message says where it stopped and how to continue."""
 
     exit_code = INTERRUPTED
 

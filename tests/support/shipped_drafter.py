@@ -60,6 +60,7 @@ OTHER_DRAFTERS = {
     "train/kill.json": "a drafter for a tiny target",
     "train/kill_ranks.json": "a drafter for a tiny target",
     "train/memory.json": "drafters of a few steps",
+    "train/proxies.json": "short runs that differ in one setting each",
     "train/speed.json": "drafters of a few steps",
 }
 

@@ -26,7 +26,7 @@ from leadout.cli import (
     train,
     tune,
 )
-from leadout.cli.options import PanelCommand, settings_command
+from leadout.cli.options import PanelCommand, settings_command, stopped_by_signals
 from leadout.errors import FAILED, INTERRUPTED, LeadoutError
 from leadout.version import __version__
 
@@ -36,13 +36,14 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with stopped_by_signals():
+                return super().invoke(ctx)
         except LeadoutError as problem:
             label = "leadout" if problem.exit_code == INTERRUPTED else "error"
             typer.echo(f"{label}: {problem}", err=True)
             raise typer.Exit(problem.exit_code) from None
         except KeyboardInterrupt:
-            typer.echo("leadout: stopped by Ctrl-C.", err=True)
+            typer.echo("leadout: interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from None
         except OSError as problem:  # a full disk, a missing permission: the system's own words
             if problem.errno is None or os.environ.get("LEADOUT_TRACEBACK"):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leadout.cli.options import require, settings_of, stopped_by_signals
+from leadout.cli.options import require, settings_of
 from leadout.errors import NEGATIVE, UNDECIDED, StoppedError
 
 if TYPE_CHECKING:
@@ -69,10 +69,9 @@ def _learn_from_states(config: "LearnConfig", as_json: bool) -> "LearnResult | N
 
     protect_process(nice=config.nice)
     try:
-        with stopped_by_signals():
-            return learn_from_states(
-                config, lambda result: _show_result(config, result, as_json), show_progress=True
-            )
+        return learn_from_states(
+            config, lambda result: _show_result(config, result, as_json), show_progress=True
+        )
     except KeyboardInterrupt:
         if config.cycles is not None:
             raise StoppedError(

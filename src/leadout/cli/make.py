@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from leadout.cli.options import require, settings_of, stopped_by_signals
+from leadout.cli.options import require, settings_of
 
 
 def make(
@@ -35,7 +35,7 @@ def make(
         planned = run.plan(settings)
         typer.echo(planned.model_dump_json(indent=2) if as_json else planned.text())
         return
-    with stopped_by_signals(), Progress("make") as progress:
+    with Progress("make") as progress:
         result = run.make(settings, progress)
     if as_json:
         typer.echo(result.model_dump_json(indent=2))

@@ -6,6 +6,7 @@ importing pydantic takes longer than printing the help.
 
 import inspect
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -207,15 +208,21 @@ def require(command: str) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """SIGTERM, which supervisors send, and SIGINT end the block with KeyboardInterrupt.
+    """SIGTERM ends the block with KeyboardInterrupt, as Ctrl-C does.
 
-    Also if SIGINT is ignored, as shells do for programs that they start in the background.
+    Supervisors and job schedulers send it, and what a command saves after Ctrl-C is saved then too.
+    SIGINT does the same where it is ignored, as in programs that a script starts in the background.
     """
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    numbers: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():  # handlers are for no other
+        numbers.append(signal.SIGTERM)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            numbers.append(signal.SIGINT)
+    before = {each: signal.signal(each, stop) for each in numbers}
     try:
         yield
     finally:

@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from leadout.cli.options import stopped_by_signals
-
 
 def relay(
     ring: Annotated[Path, typer.Argument(help="Folder of `leadout serve --learn-states`.")],
@@ -45,8 +43,7 @@ def relay(
     running = Relay(reader, address, keys, max_waiting_bytes=int(buffer_gib * 2**30))
     typer.echo(f"Relay of {ring} on {address[0]}:{running.port}. Stop it with Ctrl-C.")
     try:
-        with stopped_by_signals():
-            running.run()
+        running.run()
     except KeyboardInterrupt:
         typer.echo("leadout: stopped.", err=True)
     finally:

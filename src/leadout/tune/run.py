@@ -107,7 +107,7 @@ def tune(settings: TuneSettings, progress: Progress) -> Tuned:
         result = measure(ready, settings.server_flags, progress, _tokens(settings))
     except KeyboardInterrupt:
         raise StoppedError(
-            "stopped by Ctrl-C. A tuning keeps no partial results: run the same command again, or "
+            "stopped. A tuning keeps no partial results: run the same command again, or "
             "with a smaller --max-batch to take less time."
         ) from None
     return summarize(result, subject, started)

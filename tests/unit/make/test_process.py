@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from leadout.make.process import Command, reason, run_program
 from support.processes import family_of, wait_until_gone
 
 SAVES = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("leadout data: working", file=sys.stderr, flush=True)
 try:
     time.sleep(60)
@@ -48,6 +50,15 @@ def test_lines_result_and_exit_code(command: Command) -> None:
     assert "WARNING of a library" in command.log.read_text()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: shells start background jobs, such as a test run, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_lets_the_command_save(command: Command, tmp_path: Path) -> None:
     def stop(_: str) -> None:  # as soon as it works
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -383,6 +385,22 @@ def test_ctrl_c_says_how_to_continue(
     assert "may be deleted" in ended.stderr
     assert "Next: leadout check " in ended.stderr
     assert "may be deleted" in (out / "run" / "README.txt").read_text()
+
+
+def test_sigterm_stops_training_as_ctrl_c_does(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Job schedulers send it before they end a job."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "fetch", terminated)
+    ended = train("--epochs", "0.3")
+    assert ended.exit_code == 130
+    assert "Stopped at step 0 of 3; continue with `leadout train " in ended.stderr
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_proof_that_fails_to_run_says_how_to_repeat_it(
