@@ -39,6 +39,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_chat_target(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(autouse=True)
+def fast_training_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing products of matrices takes seconds; tests/unit/make/test_plan.py tests it."""
+    monkeypatch.setattr(run, "training_gain", lambda _: 1.0)
+
+
 @pytest.fixture
 def fake(target: Path) -> FakeStages:
     measured = offline(2.4).model_copy(update={"by_draft_tokens": [interval(2.4)] * 4})
