@@ -3,7 +3,8 @@
 torchrun --standalone --nproc-per-node 2 -m support.train_rank TARGET DATA SETTINGS OUT
 
 SETTINGS are those of several runs by name, as JSON; each run has a folder of its name in OUT. With
-a step as the last argument, a run that writes nothing is killed when that step is logged.
+a step and the name of a signal as the last arguments, a run that writes nothing but checkpoints
+gets that signal in rank 0 when the step is logged.
 """
 
 from __future__ import annotations
@@ -36,16 +37,23 @@ def main() -> None:
         for name, settings in json.loads(sys.argv[3]).items():
             config = TrainConfig(**settings)
             if len(sys.argv) > 5:
-                train_and_die(target, DataFolder(data), config, out / name, ranks, int(sys.argv[5]))
+                step, sent = int(sys.argv[5]), signal.Signals[sys.argv[6]]
+                train_and_die(target, DataFolder(data), config, out / name, ranks, step, sent)
             train_and_write(target, DataFolder(data), config, out / name, ranks)
 
 
 def train_and_die(
-    target: Path, data: DataFolder, config: TrainConfig, out: Path, ranks: Ranks, step: int
+    target: Path,
+    data: DataFolder,
+    config: TrainConfig,
+    out: Path,
+    ranks: Ranks,
+    step: int,
+    sent: signal.Signals,
 ) -> None:
     def listen(record: Record) -> None:
         if record.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), sent)
 
     corpus = read_corpus(data, target, config, TINY_VOCAB)
     config = complete_settings(config, target, corpus, TINY_VOCAB)

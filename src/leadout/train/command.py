@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from leadout.checkpoints import Format
 from leadout.console import Progress
 from leadout.data.manifest import DataFolder
 from leadout.errors import LeadoutError, StoppedError
 from leadout.evaluate.hidden_states import StateSource
-from leadout.evaluate.ranks import Ranks, joined_ranks, require_shared
+from leadout.evaluate.ranks import Ranks, joined_ranks, require_equal, require_shared
 from leadout.files import read_text, require_writable, write_text
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_sizes, read_target, require_trainable
@@ -55,7 +59,7 @@ from leadout.train.progress import (
     progress_listener,
     read_log,
 )
-from leadout.train.run import WORK, Corpus, Run, complete_settings, read_corpus
+from leadout.train.run import WORK, Corpus, Run, complete_settings, read_corpus, state_bytes
 from leadout.train.state import RunStatus
 from leadout.train.states_source import served_states
 from leadout.train.trackers import require_trackers, tracker_listener
@@ -123,6 +127,7 @@ def train(
     inputs = _read_inputs(target, data, config, earlier)
     if earlier is not None:
         _require_same_run(out, earlier, inputs)
+    _note_needless_vocabulary(inputs)
     words = ["leadout", "train", target, "--data", str(data), "--out", str(out), "--resume"]
     words += ["--format", to] if to != "zlab" else []
     words += [word for name in trackers for word in ("--tracker", name)]
@@ -130,7 +135,12 @@ def train(
     with joined_ranks() as ranks, _states(inputs, ranks, vllm_flags) as states:
         # Every rank has accepted the inputs before the leader writes.
         require_shared(ranks, "--out", out)
+        if ranks.count > 1:  # machines may have copies of their own
+            require_equal(ranks, f"--data {data}", inputs.corpus.content_hash)
+            require_equal(ranks, f"The target {target}", fingerprint(inputs.target))
         inputs, budget = _within_budget(inputs, _given(config), ranks, states)
+        if earlier is None and config.states == "auto":
+            inputs = _without_needless_states(inputs, out, ranks)
         run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks, states=states)
         run.require_room()
         if ranks.is_leader:  # all that is needed to continue the run
@@ -142,6 +152,13 @@ def train(
             inputs.config.write(out / SETTINGS)
         try:
             status = _train(run, out, trackers)
+        except torch.OutOfMemoryError as error:
+            first = str(error).partition(". ")[0]
+            raise TrainError(
+                f"The device is full: {first}. Continue with `{again}` and --micro-tokens below "
+                f"{inputs.config.micro_tokens or 'the default'}, --recompute, or --sharded on "
+                "several devices; fewer --anchors or --layers need another run."
+            ) from error
         except TrainingInterrupted as stopped:
             if not ranks.is_leader:
                 raise
@@ -250,6 +267,41 @@ def _within_budget(
         )
         progress.say(budget.text())
     return replace(inputs, config=config), budget
+
+
+def _note_needless_vocabulary(inputs: _Inputs) -> None:
+    """The size is not refused: it is chosen before the text, which can take hours."""
+    size, seen = inputs.config.draft_vocab, int((inputs.corpus.token_counts > 0).sum())
+    if size is None or size <= seen:
+        return
+    with Progress("train", quiet=os.environ.get("RANK", "0") != "0") as progress:
+        progress.say(
+            f"the answers have {seen:,} different tokens; the others of --draft-vocab {size} are "
+            "never drafted, and make every step a little longer"
+        )
+
+
+def _without_needless_states(inputs: _Inputs, out: Path, ranks: Ranks) -> _Inputs:
+    """Compute states in every step if they would be read once only, or the disk is too full.
+
+    The number of epochs may have been chosen for a budget, after the place of the states.
+    """
+    config = inputs.config
+    if config.states != "disk" or config.target_layer_ids is None:
+        return inputs
+    taps, width = len(config.target_layer_ids), read_sizes(inputs.target).hidden_size
+    needed = state_bytes(inputs.corpus, taps, width)
+    disk = next(each for each in (out, *out.absolute().parents) if each.exists())
+    has_room = ranks.broadcast(needed <= shutil.disk_usage(disk).free)
+    if config.passes > 1 and has_room:
+        return inputs
+    if not has_room:
+        with Progress("train", quiet=not ranks.is_leader) as progress:
+            progress.say(
+                f"the target's states are computed in every step: {needed / 1e9:,.0f} GB of them "
+                f"do not fit on the disk of {out}"
+            )
+    return replace(inputs, config=config.model_copy(update={"states": "compute"}))
 
 
 def what_next(report: TrainReport, target: str, out: Path) -> str:

@@ -185,12 +185,14 @@ def reduce_draft_vocab(
 
 
 def frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """The ids [size], ascending, of the most frequent tokens; `counts` is [vocab]."""
-    vocab_size, seen = len(counts), int((counts > 0).sum())
-    if not 0 < size < vocab_size or size > seen:
+    """The ids [size], ascending, of the most frequent tokens; `counts` is [vocab].
+
+    If fewer tokens have been seen, others are added, which are never drafted.
+    """
+    if not 0 < size < len(counts):
         raise TrainError(
-            f"--draft-vocab {size} must be between 1 and {min(seen, vocab_size - 1)}: the answers "
-            f"contain {seen} of {vocab_size} tokens. Use more answers, or a smaller vocabulary."
+            f"--draft-vocab {size} must be between 1 and {len(counts) - 1}: the target has "
+            f"{len(counts)} tokens."
         )
     return counts.topk(size).indices.sort().values
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
     from leadout.train.run import Run
 
 
+PATIENCE = 5.0  # seconds; signals within them are one request to stop
+
+
 class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training."""
 
@@ -46,18 +53,22 @@ class Loop:
         self._log = Log(run.folder, self._status.step) if run.ranks.is_leader else None
         self._saved_step = self._status.step
         self._can_save = False  # weights, optimizers and status belong to the same step
+        self._asked_to_stop: float | None = None  # when
         self._started = time.monotonic() - self._status.seconds
 
     def train(self) -> RunStatus:
         run, status = self._run, self._status
         try:
-            with Loader(
-                self._parts_of,
-                run.gradient.prepare,
-                status.step,
-                run.steps,
-                pinned=run.ranks.device.type == "cuda",
-            ) as loader:
+            with (
+                self._signals_wait_for_all_ranks(),
+                Loader(
+                    self._parts_of,
+                    run.gradient.prepare,
+                    status.step,
+                    run.steps,
+                    pinned=run.ranks.device.type == "cuda",
+                ) as loader,
+            ):
                 while not status.finished:
                     self._step_and_save(loader)
         except KeyboardInterrupt:
@@ -68,6 +79,31 @@ class Loop:
             raise TrainingInterrupted(self._saved_step, run.steps) from None
         run.ranks.barrier()
         return status
+
+    @contextmanager
+    def _signals_wait_for_all_ranks(self) -> Iterator[None]:
+        """With several ranks, the first signal is only noted: all ranks stop after the same step.
+
+        A rank that left at once would leave the others waiting for it, with nothing saved. A
+        signal some seconds later interrupts as usual; torchrun and the scheduler may both send
+        the first.
+        """
+        numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+        if self._run.ranks.count == 1 or threading.current_thread() is not threading.main_thread():
+            numbers = ()
+
+        def note(_signal: int, _frame: FrameType | None) -> None:
+            now = time.monotonic()
+            if self._asked_to_stop is not None and now > self._asked_to_stop + PATIENCE:
+                raise KeyboardInterrupt
+            self._asked_to_stop = self._asked_to_stop or now
+
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _parts_of(self, step: int) -> list[list[Indexed]]:
         """The sequences of each of this rank's passes in a step."""
@@ -89,11 +125,14 @@ class Loop:
             self._validate_and_keep_best()
         if config.patience is not None and status.validations_without_gain >= config.patience:
             finished = True
-        status.finished = run.ranks.broadcast(finished)
+        finished = finished and run.ranks.is_leader  # who knows the validations
+        status.finished, stops = run.ranks.any(finished, self._asked_to_stop is not None)
         status.seconds = self._seconds()
         writes = run.ranks.is_leader or run.weights.sharded
-        if writes and (status.finished or status.step % config.save_every == 0):
+        if writes and (status.finished or stops or status.step % config.save_every == 0):
             self._save()
+        if stops and not status.finished:
+            raise TrainingInterrupted(self._saved_step, run.steps)
 
     def _step(self, loader: Loader) -> StepRecord:
         run, config, ranks = self._run, self._run.config, self._run.ranks

@@ -167,11 +167,16 @@ def complete_settings(
             used,
         )
     if config.states == "auto":
-        taps = len(changes.get("target_layer_ids") or config.target_layer_ids or ())
-        size = sum(corpus.lengths) * (taps + 1) * sizes.hidden_size * 2
+        taps = changes.get("target_layer_ids") or config.target_layer_ids or ()
+        size = state_bytes(corpus, len(taps), sizes.hidden_size)
         on_disk = config.passes > 1 and size <= MAX_STATE_BYTES
         changes["states"] = "disk" if on_disk else "compute"
     return config.model_copy(update=changes)
+
+
+def state_bytes(corpus: Corpus, taps: int, hidden_size: int) -> int:
+    """What the states of all samples take on disk, in 16 bits."""
+    return sum(corpus.lengths) * (taps + 1) * hidden_size * 2
 
 
 def _stop_tokens(target: Path) -> set[int]:

@@ -140,7 +140,10 @@ def test_a_sharded_checkpoint_has_a_file_of_each_rank(by_two: Path, names: tuple
 def test_a_killed_run_continues_on_another_number_of_ranks(
     target_folder: Path, data: DataFolder, by_one: Path, tmp_path: Path
 ) -> None:
-    """On one rank, on two with sharded weights, and on one again."""
+    """On one rank, on two with sharded weights, and on one again.
+
+    SIGKILL leaves the last checkpoint; SIGTERM, of one rank only, lets all of them write one.
+    """
     config, out = CONFIGS["adamw-sharded"], tmp_path / "run"
     corpus = read_corpus(data, target_folder, config, TINY_VOCAB)
     complete = complete_settings(config, target_folder, corpus, TINY_VOCAB)
@@ -154,8 +157,11 @@ def test_a_killed_run_continues_on_another_number_of_ranks(
     folder = out / WORK
     assert saved_by(folder) == (4, [STATE])
     settings = json.dumps({"run": config.model_dump(mode="json")})
-    torchrun("support.train_rank", target_folder, data.folder, settings, tmp_path, "13", fails=True)
+    words = ("support.train_rank", target_folder, data.folder, settings, tmp_path)
+    torchrun(*words, "13", "SIGKILL", fails=True)
     assert saved_by(folder) == (12, ["state-12-1-of-2.safetensors", STATE])
+    torchrun(*words, "17", "SIGTERM", fails=True)
+    assert saved_by(folder) == (17, ["state-17-1-of-2.safetensors", STATE])
     (folder / "state-14-1-of-2.safetensors").write_bytes(b"of a checkpoint that was not finished")
     run = Run(target_folder, corpus, complete, out, ALONE)
     run.train(lambda _: None)

@@ -350,12 +350,12 @@ def test_a_continued_run_keeps_what_was_chosen_for_its_budget(
 
 
 def test_a_continued_run_keeps_where_its_states_come_from(begin: Invoke, tmp_path: Path) -> None:
-    """Chosen for the default epochs, before the budget has set fewer."""
+    """They would be read once only: the budget has set less than an epoch."""
     begin("--tokens", "3")
     path = tmp_path / "out" / "training.yaml"
     first = TrainConfig.resolve({}, path)
     assert first.passes < 1
-    assert first.states == "disk"
+    assert first.states == "compute"
     (tmp_path / "given.yaml").write_text("seed: 0\n")
     assert begin("--resume", "--tokens", "3", "--config", str(tmp_path / "given.yaml")) == ""
     assert TrainConfig.resolve({}, path) == first

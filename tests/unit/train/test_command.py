@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -422,6 +423,43 @@ def test_a_proof_that_fails_to_run_says_how_to_repeat_it(
     assert (tmp_path / "out" / "drafter" / "training.json").exists()
 
 
+def test_a_draft_vocabulary_larger_than_the_answers_is_noted(train: Train) -> None:
+    """Not refused: the text may have taken hours."""
+    ended = train("--draft-vocab", "319", "--epochs", "0.3")
+    assert ended.exit_code == 0, ended.output
+    assert "the others of --draft-vocab 319 are never drafted" in ended.stderr
+
+
+def test_states_that_do_not_fit_on_the_disk_are_not_kept(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    automatic = ("--epochs", "2", "--states", "auto")
+    assert train(*automatic).exit_code == 0
+    assert TrainConfig.resolve({}, tmp_path / "out" / "training.yaml").states == "disk"
+    full = shutil.disk_usage(tmp_path)._replace(free=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    ended = train(*automatic, out="full")
+    assert ended.exit_code == 0, ended.output
+    assert "of them do not fit on the disk" in ended.stderr
+    assert TrainConfig.resolve({}, tmp_path / "full" / "training.yaml").states == "compute"
+    ended = train("--states", "disk", out="third")  # as asked for, so an error
+    assert ended.exit_code == 2
+    assert "Use --states compute" in ended.stderr
+
+
+def test_a_full_device_names_what_needs_less_memory(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
+
+    monkeypatch.setattr(Run, "fetch", full)
+    ended = train("--epochs", "0.3")
+    assert ended.exit_code == 2
+    assert "The device is full: CUDA out of memory. Continue with `leadout train" in ended.stderr
+    assert "--recompute" in ended.stderr
+
+
 def test_the_command_to_continue_has_what_the_settings_do_not(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +511,7 @@ def test_a_continued_run_keeps_its_data(
         (("--target-layer-ids", "9"), "target_layer_ids is (9,); expected layers of the target"),
         (("--mask-token-id", "999"), "mask_token_id is 999; expected a row of the target"),
         (("--block-size", "40"), "--block-size 40 is too large"),
-        (("--draft-vocab", "319"), "--draft-vocab 319 must be between 1 and"),
+        (("--draft-vocab", "320"), "draft_vocab_size is 320; expected less than vocab_size"),
         (("--draft-vocab", "12", "--format", "zlab"), "12 requires --format speculators"),
     ],
 )

@@ -25,6 +25,7 @@ from leadout.train.init import (
     TokenCounts,
     choose_mask_token,
     default_layers,
+    frequent_tokens,
     new_config,
     new_drafter,
     reduce_draft_vocab,
@@ -169,11 +170,21 @@ def test_logits_of_frequent_tokens_equal_those_of_the_full_drafter(
     assert torch.allclose(reduced.logits(hidden, target.head), of_whole, atol=1e-5)
 
 
-def test_a_vocabulary_larger_than_the_answers_is_rejected(
+def test_a_vocabulary_has_other_tokens_where_the_answers_have_too_few() -> None:
+    counts = torch.tensor([0, 3, 0, 0, 9, 1, 0])
+    assert frequent_tokens(counts, 2).tolist() == [1, 4]
+    found = frequent_tokens(counts, 5).tolist()
+    assert found == sorted(set(found))
+    assert (len(found), {1, 4, 5} - set(found)) == (5, set())
+    with pytest.raises(TrainError, match="--draft-vocab 7 must be between 1 and 6"):
+        frequent_tokens(counts, 7)
+
+
+def test_a_vocabulary_as_large_as_the_targets_is_rejected(
     source: Path, target_folder: Path, answers: list[list[int]], tmp_path: Path
 ) -> None:
-    with pytest.raises(TrainError, match=f"--draft-vocab {TINY_VOCAB - 1} must be"):
-        reduce_draft_vocab(source, tmp_path / "reduced", target_folder, answers, TINY_VOCAB - 1)
+    with pytest.raises(TrainError, match=f"--draft-vocab {TINY_VOCAB} must be"):
+        reduce_draft_vocab(source, tmp_path / "reduced", target_folder, answers, TINY_VOCAB)
     reduce_draft_vocab(source, tmp_path / "reduced", target_folder, answers, 8)
     with pytest.raises(TrainError, match="already has its own output head"):
         reduce_draft_vocab(tmp_path / "reduced", tmp_path / "twice", target_folder, answers, 4)
