@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from leadout.engine import admin, bearer_key
-from leadout.engine.admin import KEY, AdminPlugin, read_version
+from leadout.engine.admin import KEY, AdminPlugin, read_version, verifies_whole_blocks
 from leadout.engine.bearer_key import has_key
 from leadout.engine.fail_safe import LimitedLog
 from leadout.engine.hot_swap import Swapper
@@ -223,3 +223,12 @@ def test_storage_that_is_away_for_a_moment_is_waited_for_at_the_start(
         with pytest.raises(OSError, match="unreachable"):
             asyncio.run(read_version(registry, 1))
     assert reads == [1, 1, 1]
+
+
+def test_steps_that_only_the_gpu_counts_are_not_compared() -> None:
+    """With adaptive verification a good version would look worse than expected under load."""
+    speculation = SimpleNamespace(num_speculative_tokens=7, enable_adaptive_verification=False)
+    assert verifies_whole_blocks(speculation, 7)
+    assert not verifies_whole_blocks(speculation, 15)
+    speculation.enable_adaptive_verification = True
+    assert not verifies_whole_blocks(speculation, 7)

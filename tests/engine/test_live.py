@@ -172,7 +172,9 @@ class RandomPolicy(Policy):
             use_lookup.append(is_lookup)
         return Decision(tuple(verify), self._rng.randint(0, K), False, None, tuple(use_lookup))
 
-    def observe(self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0) -> None:
+    def observe(
+        self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0, **_: bool
+    ) -> None:
         self.steps += 1
         self.verified += int(outcomes.verified.sum())
         if outcomes.from_lookup is not None:

@@ -48,6 +48,12 @@ def config_of(plan: Plan, target: Path) -> Any:
     return vllm_config_of(str(target), flags)
 
 
+def test_adaptive_verification_is_refused(pair: tuple[Path, Path]) -> None:
+    flags = ("--speculative-config", '{"enable_adaptive_verification": true}')
+    with pytest.raises(SettingsError, match="--live cannot be combined with enable_adaptive_verif"):
+        plan_of(pair, *flags)
+
+
 def test_live_control_reaches_vllms_config(pair: tuple[Path, Path]) -> None:
     plan = plan_of(pair, "--additional-config", '{"other": 1}')
     config = config_of(plan, pair[0])

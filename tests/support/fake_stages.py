@@ -59,8 +59,11 @@ class FakeStages:
         self._tuned(command, [0.0] * 4, drafter)
         return 1
 
-    def _data(self, command: Command) -> int:
+    def write_text_to(self, command: Command) -> None:
         write_data(Path(_value(command, "--out")), self.target, [])
+
+    def _data(self, command: Command) -> int:
+        self.write_text_to(command)
         return 0
 
     def _train(self, command: Command) -> int:

@@ -102,7 +102,9 @@ def random_policy(max_drafts: int, lengths: list[int]) -> Any:
             use_lookup = (False,) * len(verify)
             return Decision(verify, rng.randint(0, max_drafts), False, None, use_lookup)
 
-        def observe(self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0) -> None:
+        def observe(
+            self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0, **_: bool
+        ) -> None:
             lengths.extend(outcomes.verified.tolist())
 
     return RandomPolicy(max_drafts)

@@ -32,8 +32,8 @@ class BenchSettings(Settings):
         panel="Arms",
     )  # fmt: skip
     adaptive_verification: bool = setting(
-        False, "For each fixed K and for --live, add an arm with vLLM's adaptive verification "
-        "(GPUs with the V2 runner).", panel="Arms",
+        False, "For each fixed K, add an arm with vLLM's adaptive verification (GPUs with the V2 "
+        "runner).", panel="Arms",
     )  # fmt: skip
     tuned: Path | None = setting(
         None, "File of `leadout tune`; adds an arm that serves with it.", panel="Arms"
@@ -91,6 +91,6 @@ class BenchSettings(Settings):
             )
         if self.leadout_class and not self.draft:
             raise ValueError("--leadout-class requires --draft.")
-        if self.adaptive_verification and not (self.draft or self.live):
-            raise ValueError("--adaptive-verification requires --draft or --live.")
+        if self.adaptive_verification and not self.draft:
+            raise ValueError("--adaptive-verification requires --draft.")
         return self

@@ -42,7 +42,7 @@ class Arm(BaseModel):
     draft_tokens: int | None = None  # K of a fixed arm
     tuned: str | None = None  # file of a tuned arm; a live arm starts from it
     leadout_class: bool = False  # of a fixed arm: Leadout's draft class instead of vLLM's
-    adaptive_verification: bool = False  # of a fixed or live arm: vLLM's, on GPUs
+    adaptive_verification: bool = False  # of a fixed arm: vLLM's, on GPUs
 
     @property
     def is_bare(self) -> bool:
@@ -208,7 +208,7 @@ def make_arms(
     `max_draft_tokens` has the largest K of each drafter, which is also the default K. With one
     drafter the arms are named `fixed` and `fixed-K`, with several after the drafters; with
     `leadout_class` each is followed by one with Leadout's draft class, and with
-    `adaptive_verification` each of them and the live arm by one with vLLM's own. The tuned arm
+    `adaptive_verification` each of them by one with vLLM's own. The tuned arm
     uses `tuned_drafter` if the tuned file belongs to one of these drafters, else the one that the
     file names; the live arm starts from the same file, or without a file from the only drafter.
     """
@@ -228,7 +228,11 @@ def make_arms(
                 ours = {"name": _unused(f"{name}-leadout", arms), "leadout_class": True}
                 arms.append(fixed.model_copy(update=ours))
             if adaptive_verification:
-                arms.append(_adaptive(fixed, arms))
+                adaptive = {
+                    "name": _unused(f"{name}-adaptive", arms),
+                    "adaptive_verification": True,
+                }
+                arms.append(fixed.model_copy(update=adaptive))
     if tuned is not None:
         name = _unused(TUNED, arms)
         arms.append(Arm(name=name, kind="tuned", drafter=tuned_drafter, tuned=tuned))
@@ -240,14 +244,7 @@ def make_arms(
             )
         start = tuned_drafter if tuned is not None else next(iter(max_draft_tokens))
         arms.append(Arm(name=_unused(LIVE, arms), kind="live", drafter=start, tuned=tuned))
-        if adaptive_verification:
-            arms.append(_adaptive(arms[-1], arms))
     return arms
-
-
-def _adaptive(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    name = _unused(f"{arm.name}-adaptive", arms)
-    return arm.model_copy(update={"name": name, "adaptive_verification": True})
 
 
 def _unused(name: str, arms: Sequence[Arm]) -> str:
@@ -276,8 +273,6 @@ def arm_command(arm: Arm, target: str, flags: Sequence[str]) -> Launch:
         draft = [] if arm.drafter is None else ["--draft", arm.drafter]
         tuned = [] if arm.tuned is None else ["--tuned", arm.tuned]
         live = ["--live"] if arm.kind == "live" else []
-        if arm.adaptive_verification:
-            live += ["--speculative-config", json.dumps(ADAPTIVE)]
         return Launch(arm.name, [*serve, *draft, *tuned, *live, *flags], environment)
     own = [] if arm.is_bare else ["--speculative-config", _speculation(arm)]
     switch = {} if arm.leadout_class else {SWITCH: "0"}

@@ -106,7 +106,7 @@ class Decision:
 
     It verifies `verify[i]` drafts of request i, those from prompt lookup where `use_lookup[i]`, and
     drafts `draft` tokens for each request. `gain` is the estimated throughput relative to K = 0;
-    None as long as no step's cost is known.
+    None as long as no step's cost is known. A step that `explores` is taken to learn its cost.
     """
 
     verify: tuple[int, ...]
@@ -114,6 +114,7 @@ class Decision:
     is_probe: bool
     gain: float | None
     use_lookup: tuple[bool, ...]
+    explores: bool = False
 
 
 class Plan(NamedTuple):
@@ -156,7 +157,7 @@ class Policy:
         self._probed_k = 0  # of a probe that was drafted and is not yet verified
         self._is_off = False
         self._plan: Plan | None = None
-        self._is_planning = False  # in this step, and not learning
+        self._is_planning = False  # in the step that was decided last, and not learning
         self._no_lookup: tuple[bool, ...] = ()
 
     def decide(self, requests: Batch | Sequence[DecodingRequest]) -> Decision:
@@ -181,10 +182,7 @@ class Policy:
         groups = self.acceptance.groups(batch.request_ids)
         is_bare = self._baseline.begin() and surveyed_k is None
         takes_turns = (
-            batch_size >= LARGE_BATCH
-            and not self._is_off
-            and surveyed_k is None
-            and not is_bare  # which is taken in order to learn from it
+            batch_size >= LARGE_BATCH and not self._is_off and surveyed_k is None and not is_bare
         )
         is_learning = takes_turns and self._is_planning
         self._is_planning = takes_turns and not is_learning
@@ -192,7 +190,7 @@ class Policy:
             self._plan = self._new_plan(batch_size, groups, limits, lowest, highest)
         plan = self._plan
         if is_bare:
-            return Decision((0,) * batch_size, 0, True, plan.gain, self._no_lookup)
+            return Decision((0,) * batch_size, 0, True, plan.gain, self._no_lookup, explores=True)
         use_lookup = self._no_lookup
         if surveyed_k is not None:
             self._baseline.restart()
@@ -217,7 +215,8 @@ class Policy:
             is_drafting = bool(draft or verify_counts.any())
             if self._baseline.is_due(is_drafting, plan.gain):
                 draft = 0  # so that the next step has nothing to verify
-        return Decision(tuple(verify_counts.tolist()), draft, is_probe, plan.gain, use_lookup)
+        verify, explores = tuple(verify_counts.tolist()), surveyed_k is not None
+        return Decision(verify, draft, is_probe, plan.gain, use_lookup, explores)
 
     def observe(
         self,
@@ -225,16 +224,19 @@ class Policy:
         k: int,
         seconds: float | None,
         prefill: int = 0,
+        *,
+        explores: bool = False,
     ) -> None:
         """Learn from a step that drafted k tokens for each request.
 
         `prefill`: tokens of prompts in the same step, which explain a part of its time. Plans do
         not depend on them: prompts take their time whatever is drafted. `seconds` is None if the
-        step's time says nothing about its work.
+        step's time says nothing about its work. `explores` is that of the step's decision: such
+        steps are always learnt from, also if the next step is decided already and plans.
         """
         found = outcomes if isinstance(outcomes, Outcomes) else Outcomes.of(outcomes)
         batch_size = len(found.request_ids)
-        if not batch_size or self._is_planning:
+        if not batch_size or (self._is_planning and not explores):
             return
         drafts = int(found.verified.sum())
         is_mixed = bool(found.verified.min() != found.verified.max())

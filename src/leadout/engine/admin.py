@@ -120,7 +120,7 @@ class AdminPlugin:
             manifest,
             Swapper(engine_client, engine_count(config)),
             [served_requests_file(config, engine) for engine in range(engine_count(config))],
-            drafts_whole_blocks=speculation.num_speculative_tokens == max_draft_tokens,
+            drafts_whole_blocks=verifies_whole_blocks(speculation, max_draft_tokens),
             # Unlike a process id, the same after a restart.
             server=f"{socket.gethostname()}:{getattr(args, 'port', 0)}",
         )
@@ -128,6 +128,15 @@ class AdminPlugin:
         state.leadout_client_tags = make_client_tags(config, args)
         # The event loop holds only a weak reference to its tasks.
         state.leadout_follower = asyncio.create_task(Follower(registry, drafter).follow())
+
+
+def verifies_whole_blocks(speculation: Any, max_draft_tokens: int) -> bool:
+    """Whether the counts of this server's steps are those of whole blocks.
+
+    With adaptive verification only the GPU knows how many drafts were verified.
+    """
+    is_adaptive = bool(speculation.enable_adaptive_verification)
+    return speculation.num_speculative_tokens == max_draft_tokens and not is_adaptive
 
 
 async def read_version(registry: Registry, version: int) -> tuple[Manifest, int]:

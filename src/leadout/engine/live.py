@@ -237,7 +237,9 @@ class LiveControl:
         outcomes = Outcomes(
             request_ids, counts, accepted, np.array(use_lookup) if any(use_lookup) else None
         )
-        self._policy.observe(outcomes, report.drafted, seconds, max(0, prefill))
+        self._policy.observe(
+            outcomes, report.drafted, seconds, max(0, prefill), explores=decision.explores
+        )
         self._record(step, report.drafted, outcomes)
 
     def forget(self, request_id: str) -> None:

@@ -342,14 +342,8 @@ def ladder_of(vllm_config: Any) -> tuple[int, ...]:
 
 
 def _has_uniform_graphs(vllm_config: Any) -> bool:
-    """Whether steps in which all requests have the same length are faster than others.
-
-    With adaptive verification vLLM captures graphs for any mixture of lengths instead.
-    """
-    is_adaptive = vllm_config.speculative_config.enable_adaptive_verification
-    return not is_adaptive and bool(
-        vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    )
+    """Whether steps in which all requests have the same length are faster than others."""
+    return bool(vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
 
 
 class LiveScheduler(Scheduler):  # type: ignore[misc]

@@ -340,6 +340,7 @@ class _Planner:
             if is_live or calibration is not None:
                 lengths |= ladder_table(lengths[DRAFT_LENGTH], self._speculation, config)
             if is_live:
+                _refuse_adaptive_verification(self._speculation)
                 start = "the costs in the tuned file" if tuned else "its own measurements only"
                 notes.append(
                     f"--live: K is the maximum; chosen at every step, starting from {start}"
@@ -517,6 +518,16 @@ def _require_independent_ranks(flag: str, vllm_config: Any) -> None:
 # Live control
 
 
+def _refuse_adaptive_verification(speculation: Mapping[str, Any]) -> None:
+    """Live control would count drafts as rejected that only the GPU knows were not verified."""
+    if speculation.get("enable_adaptive_verification"):
+        raise SettingsError(
+            "--live cannot be combined with enable_adaptive_verification in --speculative-config: "
+            "both decide how many drafts a step verifies, and vLLM does not tell live control what "
+            "the other one left out. Remove one of the two."
+        )
+
+
 def ladder_table(
     max_drafts: int, speculation: Mapping[str, Any], vllm_config: Any
 ) -> dict[str, Any]:
@@ -527,12 +538,7 @@ def ladder_table(
     is off: the largest K at almost all batch sizes, the others at the largest ones.
     """
     sequences = vllm_config.scheduler_config.max_num_seqs
-    if (
-        not vllm_config.use_v2_model_runner
-        or sequences < 2
-        or DRAFT_LENGTH_BY_BATCH in speculation
-        or speculation.get("enable_adaptive_verification")  # has graphs for any lengths
-    ):
+    if not vllm_config.use_v2_model_runner or sequences < 2 or DRAFT_LENGTH_BY_BATCH in speculation:
         return {}
     lower = ladder_up_to(max_drafts)[-2::-1]  # from below the largest down to 0
     if sequences <= len(lower):  # a row for each: keep 0 and as many of the largest as fit

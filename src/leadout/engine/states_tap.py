@@ -118,7 +118,8 @@ class BackgroundCopy:
     def start(self, rows: Rows) -> bool:
         """Begin to copy; False if too much is under way. `rows` are not used by anybody else."""
         with self._lock:
-            if self._in_flight + rows.bytes > self._max_bytes:
+            # Those of one large step alone may be more.
+            if self._in_flight and self._in_flight + rows.bytes > self._max_bytes:
                 return False
             self._in_flight += rows.bytes
         ready, done = self._device.Event(), self._device.Event(blocking=True)

@@ -34,6 +34,7 @@ class Command:
     words: list[str]  # of `leadout`
     log: Path  # everything that it prints on stderr
     result: Path  # what it prints on stdout: its result as JSON
+    seconds: float | None = None  # after which it is interrupted, and ends with what it has
 
 
 def run_command(command: Command, follow: Follow) -> int:
@@ -65,13 +66,15 @@ def run_program(program: Sequence[str], command: Command, follow: Follow) -> int
     reader = threading.Thread(target=_read, args=(process, command.log, follow), daemon=True)
     reader.start()
     try:
-        return process.wait()
-    except KeyboardInterrupt:
+        return process.wait(command.seconds)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired) as reason_to_stop:
         with suppress(ProcessLookupError, IndexError):
             os.kill(descendants(process.pid)[0], signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-        raise
+        if isinstance(reason_to_stop, KeyboardInterrupt):
+            raise
+        return INTERRUPTED
     finally:
         os.close(lifeline)  # the guard then stops whatever is left
         process.wait()

@@ -8,6 +8,7 @@ second call continues with the first stage that is not.
 from __future__ import annotations
 
 import multiprocessing
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -25,10 +26,11 @@ from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.data.manifest import Manifest
 from leadout.data.prompts import read_prompts
 from leadout.engine.offline import SESSION_SETTINGS
-from leadout.errors import FAILED, INTERRUPTED, NEGATIVE, StoppedError
+from leadout.errors import FAILED, INTERRUPTED, NEGATIVE, SUCCESS, StoppedError
 from leadout.files import Timeout, lock, read_model, require_writable, write_text
 from leadout.make.expected import expectation
 from leadout.make.plan import (
+    MIN_PROMPTS,
     STAGES,
     MakePlan,
     Subject,
@@ -59,6 +61,7 @@ from leadout.tune.plan import BFLOAT16, ProductTimes
 
 LOCK = "make.lock"
 MIN_TRAIN_MINUTES = 1.0
+MAX_DATA_TIME, MIN_DATA_SECONDS = 1.5, 60.0  # times the planned time
 
 Runner = Callable[[Command, Follow], int]  # returns the exit code
 Clock = Callable[[str], ProductTimes]  # in a torch dtype
@@ -94,6 +97,11 @@ def prepare(settings: MakeSettings) -> Preparation:
         raise MakeError(f"--out {settings.out} is a file, expected a folder. Choose another name.")
     require_writable("--out", settings.out)
     config = settings.training()
+    if settings.max_new_tokens is not None and settings.max_new_tokens >= config.max_length:
+        raise MakeError(
+            f"--max-new-tokens {settings.max_new_tokens} must be less than the length of the texts "
+            f"to train on, {config.max_length}, which includes the prompt. Add --max-length."
+        )
     if settings.prompts:
         read_prompts(settings.prompts, limit=1)
     folder = local_folder(settings.target)
@@ -195,7 +203,7 @@ class _Maker:
         self._progress.say(expected.sentence())
         if expected.stops and not settings.anyway:
             return self._finish(Results(costs=costs))
-        self._do(data_stage(settings, places, planned))
+        self._do(data_stage(settings, places, planned, self._data_seconds(planned)))
         self._do(train_stage(settings, places, self._training_budget(planned)))
         self._require_same_drafter()
         self._do(check_stage(settings, places))
@@ -231,6 +239,14 @@ class _Maker:
         _say(self._progress, planned.text().partition("\n")[2])  # without the stage that is done
         return planned
 
+    def _data_seconds(self, planned: MakePlan) -> float | None:
+        """How long text may be generated; None with a budget of tokens."""
+        if self._settings.seconds is None:
+            return None
+        (minutes,) = (stage.minutes for stage in planned.stages if stage.name == "data")
+        left = MAX_DATA_TIME * 60 * minutes - self._state.seconds.get("data", 0.0)
+        return max(left, MIN_DATA_SECONDS)
+
     def _training_budget(self, planned: MakePlan) -> list[str]:
         if planned.train_tokens is not None:
             return ["--tokens", str(planned.train_tokens)]
@@ -260,7 +276,8 @@ class _Maker:
         if not stage.keeps:
             stage.file.unlink(missing_ok=True)
         logs = self._places.logs
-        command = Command(stage.words, logs / f"{stage.name}.log", logs / f"{stage.name}.json")
+        log, result = logs / f"{stage.name}.log", logs / f"{stage.name}.json"
+        command = Command(stage.words, log, result, stage.seconds)
         advance = self._progress.stage(title, 1)
 
         def follow(line: str) -> None:
@@ -269,20 +286,25 @@ class _Maker:
             else:
                 self._progress.say(f"{title}: {line}")
 
-        began = time.monotonic()
+        began, is_stopped = time.monotonic(), False
         try:
             code = self._runner(command, follow)
         except KeyboardInterrupt:
-            code = INTERRUPTED
+            code, is_stopped = INTERRUPTED, True
         finally:
             spent = time.monotonic() - began
             self._save(self._state.with_seconds(stage.name, spent))
+        is_over_time = stage.seconds is not None and spent >= stage.seconds and not is_stopped
+        if code == INTERRUPTED and is_over_time and stage.file.exists():
+            self._require_text(title)
+            code = SUCCESS
         if code == INTERRUPTED:
             raise StoppedError(f"Stopped in stage {title}. Run the same command again to continue.")
         if code not in stage.codes or not stage.file.exists():
             error = StageFailedError(
                 f"Stage {title} failed: {reason(command.log, code)}\nIts log is {command.log}. Run "
                 "the same command again to continue from there."
+                + (self._other_training() if stage.name == "train" else "")
             )
             error.exit_code = NEGATIVE if code == NEGATIVE else FAILED
             raise error
@@ -295,6 +317,28 @@ class _Maker:
             fingerprint=fingerprint(self._places.drafter) if stage.name == "train" else None,
         )
         self._save(self._state.with_stage(stage.name, record))
+
+    def _require_text(self, title: str) -> None:
+        """Text whose time is over is complete if there is enough of it to train on."""
+        counts = Manifest.read(self._places.manifest).counts
+        samples = sum(each.samples for each in counts.values())
+        if samples < MIN_PROMPTS:
+            raise StageFailedError(
+                f"Stage {title} has {samples} answers after the time that --hours leaves for it, "
+                f"expected at least {MIN_PROMPTS}. They are kept, but one folder has one budget: "
+                "start again in another --out with more --hours or a smaller --max-new-tokens."
+            )
+        self._progress.say(f"{title}: the time for it is over; training takes {samples:,} answers")
+
+    def _other_training(self) -> str:
+        """How to change a setting of training without generating the text anew."""
+        out, target = self._places.out, self._settings.target
+        words = ["leadout", "train", target, "--data", str(self._places.data), "--out", str(out)]
+        resume = ["--resume"] if self._places.training.exists() else []
+        return (
+            " To train with other settings on the same text, run "
+            f"`{shlex.join([*words, *resume])}` with them, and then the same `leadout make`."
+        )
 
     def _require_same_drafter(self) -> None:
         """Check and tuned file must be of the drafter that was trained."""

@@ -79,6 +79,7 @@ class Stage:
     file: Path  # which is there once the stage is complete
     codes: Collection[int]  # of a complete stage
     keeps: bool = False  # what an interrupted attempt left is continued
+    seconds: float | None = None  # at most for an attempt
 
 
 def costs_stage(settings: MakeSettings, places: Places) -> Stage:
@@ -90,20 +91,24 @@ def costs_stage(settings: MakeSettings, places: Places) -> Stage:
     )
 
 
-def data_stage(settings: MakeSettings, places: Places, plan: MakePlan) -> Stage:
+def data_stage(
+    settings: MakeSettings, places: Places, plan: MakePlan, seconds: float | None
+) -> Stage:
+    """`seconds` is what a budget leaves for it: nobody knows how long the answers are."""
     words = ["data", settings.target, "--out", str(places.data), "--dtype", settings.dtype]
     for source in plan.sources:
         words += ["--prompts", source]
     words += [] if plan.limit is None else ["--limit", str(plan.limit)]
     for flag, value in (
         ("--max-new-tokens", settings.max_new_tokens),
-        ("--max-length", settings.max_length),
+        ("--max-length", settings.training().max_length),  # longer text is not trained on
     ):
         words += [] if value is None else [flag, str(value)]
     words += [*_thinking(settings), "--json"]
     words += ["--resume"] if places.manifest.exists() else []
     title = "training text"
-    return Stage("data", title, _with_flags(words, settings), places.manifest, (SUCCESS,), True)
+    words = _with_flags(words, settings)
+    return Stage("data", title, words, places.manifest, (SUCCESS,), True, seconds)
 
 
 def train_stage(settings: MakeSettings, places: Places, budget: list[str]) -> Stage:

@@ -99,7 +99,7 @@ def test_the_targets_revision_and_the_download_folder_are_those_of_the_flags(
         ({"draft": (), "leadout_class": True}, "--leadout-class requires --draft"),
         (
             {"draft": (), "adaptive_verification": True},
-            "--adaptive-verification requires --draft or --live",
+            "--adaptive-verification requires --draft",
         ),
         ({"live": True}, "--turns slices cannot be used with --live"),
         ({"seconds": 0.0}, "--seconds: got 0.0; .* greater than 0"),

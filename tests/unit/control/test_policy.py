@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from control_simulator.simulator import Machine
 from control_simulator.traffic import MACHINES, MAX_DRAFTS
 from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome, Outcomes
 from leadout.control.policy import (
+    LARGE_BATCH,
+    MIN_INTERVAL,
     PROBE_TIME_SHARE,
     BaselineProbes,
     Batch,
@@ -391,6 +394,31 @@ def test_without_the_time_of_steps_with_prefill_nothing_is_drafted() -> None:
 def test_ladder_has_few_rungs(max_drafts: int, ladder: tuple[int, ...]) -> None:
     assert ladder_up_to(max_drafts) == ladder
     assert all((1 + max_drafts) % (1 + k) == 0 for k in ladder)
+
+
+def test_bare_steps_are_learnt_from_where_the_next_step_is_decided_before() -> None:
+    """With async scheduling, and so many requests that steps plan and learn in turns."""
+    policy = Policy(7, costs=CPU, ladder=ladder_up_to(7), prior=GOOD)
+    learnt: list[tuple[int, int]] = []  # drafts verified and drafted
+    observe = policy.costs.observe
+
+    def note(batch: int, drafts: int, k: int, seconds: float, **rest: Any) -> None:
+        learnt.append((drafts, k))
+        observe(batch, drafts, k, seconds, **rest)
+
+    policy.costs.observe = note  # type: ignore[method-assign]
+    names, drafted = [str(number) for number in range(LARGE_BATCH)], 0
+    in_flight: Decision | None = None
+    for _ in range(4 * MIN_INTERVAL):
+        decided = policy.decide(Batch(names, np.full(LARGE_BATCH, drafted)))
+        drafted = decided.draft
+        if in_flight is not None:
+            verified = np.array(in_flight.verify)
+            outcomes = Outcomes(names, verified, verified)
+            policy.observe(outcomes, in_flight.draft, 0.01, explores=in_flight.explores)
+        in_flight = decided
+    assert (0, 0) in learnt
+    assert any(drafts for drafts, _ in learnt)
 
 
 def test_ladder_must_end_at_the_largest_k() -> None:

@@ -16,7 +16,6 @@ def fake_config(
     is_v2: bool = True,
     max_drafts: int = 15,
     has_full_graphs: bool = True,
-    is_adaptive: bool = False,
 ) -> Any:
     """Stands for the config of a GPU server."""
     mode = SimpleNamespace(has_full_cudagraphs=lambda: has_full_graphs)
@@ -24,9 +23,7 @@ def fake_config(
         use_v2_model_runner=is_v2,
         num_speculative_tokens=max_drafts,
         scheduler_config=SimpleNamespace(max_num_seqs=sequences),
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens_per_batch_size=table, enable_adaptive_verification=is_adaptive
-        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens_per_batch_size=table),
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
     )
 
@@ -53,13 +50,10 @@ def test_there_is_no_table_where_it_has_no_effect() -> None:
     assert ladder_table(15, {}, fake_config(is_v2=False)) == {}
     assert ladder_table(15, {}, fake_config(1)) == {}
     assert ladder_table(15, {DRAFT_LENGTH_BY_BATCH: [(1, 8, 3)]}, fake_config()) == {}
-    assert ladder_table(15, {"enable_adaptive_verification": True}, fake_config()) == {}
 
 
 def test_ladder_without_a_table() -> None:
     assert ladder_of(fake_config(max_drafts=7)) == (0, 7)  # the only graphs that vLLM captures
     without_graphs = fake_config(max_drafts=3, has_full_graphs=False)
     assert ladder_of(without_graphs) == (0, 1, 2, 3)
-    any_lengths = fake_config(max_drafts=3, is_adaptive=True)
-    assert ladder_of(any_lengths) == (0, 1, 2, 3)
     assert ladder_of(fake_config(table=[(1, 8, 3), (9, 256, 20)], max_drafts=7)) == (0, 3, 7)

@@ -73,11 +73,13 @@ class RecordingPolicy(Policy):
         self.seconds: float | None = -1.0
         self.k = self.prefill = -1
 
-    def observe(self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0) -> None:
+    def observe(
+        self, outcomes: Any, k: int, seconds: float | None, prefill: int = 0, **rest: bool
+    ) -> None:
         columns = (outcomes.request_ids, outcomes.verified.tolist(), outcomes.accepted.tolist())
         self.outcomes = list(zip(*columns, strict=True))
         self.k, self.seconds, self.prefill = k, seconds, prefill
-        super().observe(outcomes, k, seconds, prefill)
+        super().observe(outcomes, k, seconds, prefill, **rest)
 
 
 def done(

@@ -267,6 +267,19 @@ def test_a_gpu_never_waits_and_too_much_is_dropped() -> None:
 
 
 @pytest.mark.usefixtures("without_streams")
+def test_a_step_that_is_larger_than_the_limit_is_copied_alone() -> None:
+    """A chunk of a long prompt: it would never be learnt otherwise."""
+    gpu, written = FakeGpu(), []
+    limit = rows_of(0.0).bytes - 1
+    copy = BackgroundCopy(gpu, written.append, max_bytes=limit, pin_memory=False)
+    assert copy.start(rows_of(1.0))
+    assert not copy.start(rows_of(2.0))
+    gpu.may_finish.set()
+    copy.close()
+    assert [float(rows.states[0, 0]) for rows in written] == [1.0]
+
+
+@pytest.mark.usefixtures("without_streams")
 def test_after_the_copies_there_is_room_again() -> None:
     gpu, written = FakeGpu(), []
     gpu.may_finish.set()

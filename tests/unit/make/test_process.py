@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def test_lines_result_and_exit_code(command: Command) -> None:
     assert lines == ["answers 1/2, 0:00:03 left"]
     assert command.result.read_text() == "{}\n"
     assert "WARNING of a library" in command.log.read_text()
+
+
+def test_a_command_whose_time_is_over_saves_too(command: Command, tmp_path: Path) -> None:
+    limited = replace(command, seconds=5.0)
+    assert run_program(python(SAVES, tmp_path / "saved"), limited, lambda _: None) == 130
+    assert (tmp_path / "saved").read_text() == "saved"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typer.testing import CliRunner
 
 from leadout.check.result import CheckResult, Verdict
 from leadout.cli.app import app
-from leadout.errors import NEGATIVE, SUCCESS, UNDECIDED, StoppedError
+from leadout.errors import FAILED, INTERRUPTED, NEGATIVE, SUCCESS, UNDECIDED, StoppedError
 from leadout.files import read_model
 from leadout.findings import Severity
 from leadout.make import run
 from leadout.make.process import Command
 from leadout.make.result import MakeResult
+from leadout.make.run import StageFailedError
 from leadout.make.settings import MakeError, MakeSettings
 from leadout.make.state import MakeState
 from leadout.settings import SettingsError
@@ -115,7 +117,7 @@ def test_the_commands_of_the_stages(make: Make, fake: FakeStages, tmp_path: Path
     assert words_of(fake, "costs").endswith("--dtype float32")
     data = words_of(fake, "data")
     assert f"--out {out / 'data'} --dtype float32 --prompts self:" in data
-    assert "--max-new-tokens 64 --no-thinking --json" in data
+    assert "--max-new-tokens 64 --max-length 2048 --no-thinking --json" in data
     assert "--resume" not in data
     train = words_of(fake, "train")
     assert f"--data {out / 'data'} --out {out} --config" in train
@@ -251,6 +253,51 @@ def test_a_failed_stage_repeats_its_error(make: Make, fake: FakeStages, tmp_path
     assert e.value.exit_code == 2
     fake.instead = {}
     assert make().outcome == "pays"
+
+
+def test_text_whose_time_is_over_is_trained_on(
+    make: Make, fake: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers may be longer than planned, and --hours is the time for everything."""
+    monkeypatch.setattr(run, "MAX_DATA_TIME", 0.0)
+    monkeypatch.setattr(run, "MIN_DATA_SECONDS", 0.0)
+
+    def overrun(command: Command) -> int:
+        assert command.seconds == 0
+        fake.write_text_to(command)
+        return INTERRUPTED
+
+    fake.instead["data"] = overrun
+    with pytest.raises(StageFailedError, match="has 0 answers after the time that --hours leaves"):
+        make(hours=8)
+    monkeypatch.setattr(run, "MIN_PROMPTS", 0)
+    assert make(hours=8).outcome == "pays"
+    assert fake.names == ["costs", "data", *ALL[1:]]
+
+
+def test_a_budget_of_tokens_sets_no_time(make: Make, fake: FakeStages) -> None:
+    make()
+    assert fake.ran[ALL.index("data")].seconds is None
+
+
+def test_failed_training_says_how_to_keep_the_text(
+    make: Make, fake: FakeStages, target: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+
+    def fails(command: Command) -> int:
+        command.log.write_text("error: The device is full.\n")
+        return FAILED
+
+    fake.instead["train"] = fails
+    again = f"`leadout train {target} --data {out / 'data'} --out {out}`"
+    with pytest.raises(StageFailedError, match=re.escape(again)):
+        make()
+
+
+def test_an_answer_longer_than_the_text_to_train_on_is_refused(make: Make) -> None:
+    with pytest.raises(MakeError, match=r"--max-new-tokens 4000 must be less .* Add --max-length"):
+        make(max_new_tokens=4000)
 
 
 def test_a_stage_without_its_result_has_failed(make: Make, fake: FakeStages) -> None:
