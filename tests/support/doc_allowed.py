@@ -58,6 +58,7 @@ BY_PAGE: dict[str, Allowed] = {
         (r"^\| \d+ \|", "exit codes"),
         (r"\(default: 1\)", "a default"),
         (r"depends on two numbers", "those of the sentence"),
+        (r"one and a half times", "a setting"),
         (r"of at most 90 MB", "what the settings were chosen for"),
     ),
     "docs/howto/metrics.md": (
