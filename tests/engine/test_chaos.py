@@ -22,7 +22,7 @@ SHORT = (
     "version refused",
     "learner killed",
     "engine stopped",
-)  # about three minutes; the others restart a server, or wait for enough requests
+)  # about two minutes; the others restart a server, or wait for enough requests
 LIMIT_BESIDE_OTHERS = 60.0  # seconds to the pointer's version: other tests run at the same time
 
 
@@ -37,7 +37,7 @@ def test_faults_change_no_answer_and_lose_no_request(
         if nightly:
             pace = Pace(slot=60, hold=15, end_limit=900)
         else:
-            pace = Pace(slot=20, hold=5, limit=LIMIT_BESIDE_OTHERS, end_limit=900)
+            pace = Pace(slot=8, hold=3, limit=LIMIT_BESIDE_OTHERS, end_limit=900)
         chaos = Chaos(tmp_path, folder, target, expected, pace)
         end = time.monotonic() + SECONDS
         more = itertools.takewhile(lambda _: time.monotonic() < end, itertools.cycle(FAULTS))

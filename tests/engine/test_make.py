@@ -162,6 +162,17 @@ def test_the_folder_has_drafter_tuned_file_check_and_report(made: MakeResult, ou
     assert made.acceptance_length.value >= 1
 
 
+def test_vllm_accepts_what_validation_predicts(made: MakeResult, out: Path) -> None:
+    """Otherwise training fails; but only if there is something to accept."""
+    record = json.loads((out / "drafter" / "training.json").read_text())
+    served = record["served"]
+    assert served["served_steps"] > 100
+    assert served["served"] > 1.3
+    assert abs(served["served"] - served["predicted"]) <= 0.05 * served["served"]
+    assert served["served_by_position"] == sorted(served["served_by_position"], reverse=True)
+    assert f"{served['served']:.2f}" in (out / "drafter" / "README.md").read_text()
+
+
 def test_the_serve_line_starts_what_was_measured(made: MakeResult, out: Path) -> None:
     plan = subprocess.run(
         [sys.executable, "-m", *made.serve.split(), "--plan"], capture_output=True, text=True

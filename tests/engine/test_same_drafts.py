@@ -86,6 +86,7 @@ def agreement(
     return same / compared
 
 
+@pytest.mark.nightly  # that format, and its exact drafts: test_steps_without_drafts.py
 def test_zlab_format_is_drafted_alike(
     run_engine: Callable[..., Any], smollm2: Path, target: Target, prompts: list[list[int]]
 ) -> None:
@@ -98,7 +99,7 @@ def test_vllms_own_class_norms_context_keys_wrongly_on_cpus() -> None:
     # it pass one day, vLLM has mended its kernel and our class can go.
     same = f"{Path(__file__).relative_to(ROOT)}::test_zlab_format_is_drafted_alike"
     stock = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", same],
+        [sys.executable, "-m", "pytest", "-q", "--nightly", "-p", "no:cacheprovider", same],
         cwd=ROOT,
         env={**os.environ, SWITCH: "0"},
         capture_output=True,

@@ -19,6 +19,9 @@ from support.processes import leadout
 from support.tiny_chat import MASK_TOKEN
 from support.tiny_data import write_predictable_target
 
+# In CI test_make.py trains with the same commands, and looks at the same record.
+pytestmark = pytest.mark.nightly
+
 # Own prompts of a random target are as good as any: no dataset is needed.
 PROMPTS, NEW_TOKENS, LENGTH = 160, 64, 256
 DATA = (
@@ -99,7 +102,6 @@ def test_the_drafter_says_what_it_was_made_from(report: Any, out: Path, data: Da
     assert f"{report['served']['served']:.2f}" in (folder / "README.md").read_text()
 
 
-@pytest.mark.nightly  # two ranks: unit/evaluate/test_ranks.py; with the engine: test_learn.py
 def test_two_processes_train_and_serve_a_drafter_for_speculators(
     target: Path, data: DataFolder, tmp_path: Path
 ) -> None:
