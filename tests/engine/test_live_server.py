@@ -18,6 +18,7 @@ from support.ops_files import scraped_metrics
 from support.shared import QUICK_DRAFTER, first_turns
 
 BY_REQUEST = "leadout:request_acceptance_length"
+TRIES = 20
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +68,16 @@ def test_live_control_is_seen_and_steered_from_outside(server: Server) -> None:
     free = complete(server, prompts)
     assert complete(server, prompts, vllm_xargs={"leadout_draft": "what"}) == free
     assert off == free  # float32: no near-ties that another batch would flip
-    time.sleep(1.1)
-    complete(server, prompts[:1])
-    shown = metrics(server)
+    sent = 2 * len(prompts)
+    for _ in range(TRIES):  # beside other tests drafts can look too slow for a while
+        time.sleep(1.1)
+        complete(server, prompts[:1])
+        sent += 1
+        shown = metrics(server)
+        if shown[f"{BY_REQUEST}_count"]:
+            break
     assert shown["vllm:spec_decode_num_draft_tokens_total"] > 0
-    assert 0 < shown[f"{BY_REQUEST}_count"] <= 2 * len(prompts) + 1
+    assert 0 < shown[f"{BY_REQUEST}_count"] <= sent
     assert shown[f"{BY_REQUEST}_sum"] >= shown[f"{BY_REQUEST}_count"]
     assert 0 < shown["leadout:draft_length"] <= 3
     assert 0 <= shown["leadout:skipped_drafts"] <= 1
