@@ -132,7 +132,9 @@ class Optimum:
     min_survival: Floats  # [rungs]
 
 
-def optimise(survival: Floats, counts: Ints, lowest_limit: int, costs: StepCostTable) -> Optimum:
+def optimise(
+    survival: Floats, counts: Floats | Ints, lowest_limit: int, costs: StepCostTable
+) -> Optimum:
     """The best of uniform and mixed steps, for each rung.
 
     `survival` [groups, drafts] is that of groups of requests; `counts` [groups, drafts or 1]:

@@ -137,16 +137,19 @@ class Policy:
         *,
         ladder: Sequence[int] | None = None,
         has_graphs: bool = False,
+        capacity: Sequence[int] | None = None,
     ) -> None:
         """`costs` and `prior` are what `leadout tune` measured, if anything.
 
         `ladder`: the K to choose from, 0 and `max_drafts` included; default: all. `has_graphs`: the
         engine has captured a graph for each of them, and none for steps of different lengths.
+        `capacity`: how many requests a step with each of them holds; default: any number.
         """
         self.ladder = tuple(ladder) if ladder is not None else tuple(range(max_drafts + 1))
         if max(self.ladder) != max_drafts:
             raise ValueError(f"the ladder is {self.ladder}, expected to end at {max_drafts}")
         self._max_drafts = max_drafts
+        self._capacity = None if capacity is None else np.array(capacity, np.int64)  # [rungs]
         self.acceptance = AcceptanceModel(max_drafts, prior)
         self._lookup_acceptance = AcceptanceModel(max_drafts)
         self.costs = StepCostFilter(self.ladder, costs, has_graphs=has_graphs)
@@ -259,8 +262,16 @@ class Policy:
         self, batch_size: int, groups: Ints, limits: Ints | None, lowest: int, highest: int
     ) -> Plan:
         costs = self.costs.table(batch_size)
-        survival = self.acceptance.survival
-        optimum = optimise(survival, self._counts(groups, limits), lowest, costs)
+        survival, counts = self.acceptance.survival, self._counts(groups, limits)
+        optimum = optimise(survival, counts, lowest, costs)
+        if self._capacity is not None:
+            for size in np.unique(self._capacity[self._capacity < batch_size]).tolist():
+                # The other requests wait for another step.
+                held = counts * (size / batch_size)
+                bounded = optimise(survival, held, lowest, self.costs.table(size))
+                rungs = self._capacity == size
+                optimum.rates[rungs] = bounded.rates[rungs]
+                optimum.min_survival[rungs] = bounded.min_survival[rungs]
         rung = self._choose(optimum.rates, highest)
         rate, min_survival = float(optimum.rates[rung]), float(optimum.min_survival[rung])
         lengths: Ints | None = (survival >= min_survival).sum(axis=1) if min_survival else None

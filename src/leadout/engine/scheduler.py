@@ -315,12 +315,14 @@ def make_control(vllm_config: Any) -> LiveControl:
     measured = () if tuned is None else (tuned.costs(), tuned.curve())
     is_async = vllm_config.scheduler_config.async_scheduling
     sees_drafts = not (is_async or vllm_config.use_v2_model_runner)
+    ladder = ladder_of(vllm_config)
     return LiveControl(
         Policy(
             max_drafts,
             *measured,
-            ladder=ladder_of(vllm_config),
+            ladder=ladder,
             has_graphs=_has_uniform_graphs(vllm_config),
+            capacity=[requests_in_step(vllm_config, k) for k in ladder],
         ),
         max_drafts,
         live_metrics_file(vllm_config.instance_id, engine_index(vllm_config)),
@@ -339,6 +341,18 @@ def ladder_of(vllm_config: Any) -> tuple[int, ...]:
     if table:
         return tuple(sorted({0, max_drafts} | {min(k, max_drafts) for _, _, k in table}))
     return (0, max_drafts) if _has_uniform_graphs(vllm_config) else tuple(range(max_drafts + 1))
+
+
+def requests_in_step(vllm_config: Any, k: int) -> int:
+    """How many requests that verify k drafts fit into a step.
+
+    vLLM reserves slots for the drafts that a request gets next, as many as the largest K has.
+    """
+    scheduling = vllm_config.scheduler_config
+    slots: int = vllm_config.speculative_config.max_num_new_slots_for_drafting
+    tokens: int = scheduling.max_num_batched_tokens
+    scheduled: int = scheduling.max_num_scheduled_tokens or tokens
+    return max(1, min(tokens // (1 + k + slots), scheduled // (1 + k)))
 
 
 def _has_uniform_graphs(vllm_config: Any) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from control_simulator.simulator import Machine
 from control_simulator.traffic import MACHINES, MAX_DRAFTS
 from leadout.control.acceptance_model import AcceptanceCurve, DraftOutcome, Outcomes
+from leadout.control.cost_model import StepCosts
 from leadout.control.policy import (
     LARGE_BATCH,
     MIN_INTERVAL,
@@ -419,6 +420,18 @@ def test_bare_steps_are_learnt_from_where_the_next_step_is_decided_before() -> N
         in_flight = decided
     assert (0, 0) in learnt
     assert any(drafts for drafts, _ in learnt)
+
+
+@pytest.mark.parametrize(("capacity", "chosen"), [(None, 15), ((128, 120, 107, 89, 66), 3)])
+def test_k_is_that_of_the_steps_that_fit(capacity: tuple[int, ...] | None, chosen: int) -> None:
+    """A step of 2,048 tokens holds fewer requests with larger K; what it costs is the same here."""
+    batch, ladder = 256, ladder_up_to(15)
+    acceptance = AcceptanceCurve.from_probabilities([0.6] * 15)
+    flat = dict.fromkeys(range(16), 0.01)
+    costs = StepCosts({1: flat, batch: flat}, {1: dict.fromkeys(range(16), 0.0)})
+    policy = Policy(15, costs, acceptance, ladder=ladder, has_graphs=True, capacity=capacity)
+    names = [str(number) for number in range(batch)]
+    assert policy.decide(Batch(names, np.full(batch, 15))).draft == chosen
 
 
 def test_ladder_must_end_at_the_largest_k() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leadout.engine.scheduler import ladder_of
+from leadout.engine.scheduler import ladder_of, requests_in_step
 from leadout.engine.serve_plan import DRAFT_LENGTH_BY_BATCH, ladder_table
 
 
@@ -57,3 +57,15 @@ def test_ladder_without_a_table() -> None:
     without_graphs = fake_config(max_drafts=3, has_full_graphs=False)
     assert ladder_of(without_graphs) == (0, 1, 2, 3)
     assert ladder_of(fake_config(table=[(1, 8, 3), (9, 256, 20)], max_drafts=7)) == (0, 3, 7)
+
+
+def test_requests_that_fit_into_a_step() -> None:
+    """By the budget of an A100 and of an H100, with K up to 15."""
+    config = fake_config()
+    config.speculative_config.max_num_new_slots_for_drafting = 15
+    scheduling = config.scheduler_config
+    scheduling.max_num_batched_tokens, scheduling.max_num_scheduled_tokens = 2048, None
+    ladder = (0, 1, 3, 7, 15)
+    assert [requests_in_step(config, k) for k in ladder] == [128, 120, 107, 89, 66]
+    scheduling.max_num_batched_tokens, scheduling.max_num_scheduled_tokens = 8192, 1024
+    assert [requests_in_step(config, k) for k in (0, 15)] == [512, 64]
