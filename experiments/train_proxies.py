@@ -123,6 +123,8 @@ ARMS = {
     "learning rate 0.008": Arm({"learning_rate": 0.008}),
     "learning rate 0.012": Arm({"learning_rate": 0.012}),
     "half the batch": Arm({"batch_sequences": 16}),
+    "a quarter of the batch": Arm({"batch_sequences": 8}),
+    "an eighth of the batch": Arm({"batch_sequences": 4}),
     "half the batch, learning rate 0.008": Arm({"batch_sequences": 16, "learning_rate": 0.008}),
     "64 blocks of half as many sequences": Arm({"batch_sequences": 16, "anchors": 64}),
     # What limits: steps, or text?

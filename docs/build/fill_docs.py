@@ -50,6 +50,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ablations": train_tables.ablations,
     "proxies": train_tables.proxies,
     "proxies-settings": train_tables.proxies_settings,
+    "proxies-reading": train_tables.proxies_reading,
     "first-weights": train_tables.first_weights,
     "expected-lengths": train_tables.expected_lengths,
     "against-speculators": train_tables.against_speculators,
