@@ -77,9 +77,10 @@ class _Wanted:
         self._starts = np.array(sorted(self._by_start), dtype=np.uint64)
 
     def is_in(self, content: bytes) -> bool:
-        # Some starts, such as zeros, are at millions of places of a file: not one by one.
-        starts: set[int] = set()
         for shift in range(min(8, len(content))):
             words = np.frombuffer(content, "<u8", (len(content) - shift) // 8, shift)
-            starts.update(np.unique(words[np.isin(words, self._starts)]).tolist())
-        return any(each in content for start in starts for each in self._by_start[start])
+            for place in np.flatnonzero(np.isin(words, self._starts)).tolist():
+                for each in self._by_start[int(words[place])]:
+                    if content.startswith(each, shift + 8 * place):
+                        return True
+        return False
