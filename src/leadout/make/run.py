@@ -334,10 +334,15 @@ class _Maker:
         """How to change a setting of training without generating the text anew."""
         out, target = self._places.out, self._settings.target
         words = ["leadout", "train", target, "--data", str(self._places.data), "--out", str(out)]
-        resume = ["--resume"] if self._places.training.exists() else []
+        if self._places.training.exists():
+            return (
+                " If it needs less memory, run "
+                f"`{shlex.join([*words, '--resume'])}` with --micro-tokens N or --recompute, and "
+                "then the same `leadout make`."
+            )
         return (
             " To train with other settings on the same text, run "
-            f"`{shlex.join([*words, *resume])}` with them, and then the same `leadout make`."
+            f"`{shlex.join(words)}` with them, and then the same `leadout make`."
         )
 
     def _require_same_drafter(self) -> None:
