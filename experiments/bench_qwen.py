@@ -3,12 +3,14 @@
     python experiments/bench_qwen.py TARGET DRAFTER PROMPTS_FOLDER WORK_FOLDER
 
 Four servers are up at a time, for the sake of memory: bare vLLM twice, which shows the error of the
-method, and two that draft. `--run` chooses what drafts, and for how many concurrent requests: vLLM
-without Leadout, whose drafts are worse on CPUs (docs/vllm-faults.md), with two fixed lengths, in
-slices; or `tuned` (the lengths of `leadout tune`) and `--live` in waves, because live control times
+method, and two that draft. `--run` chooses what drafts: vLLM without Leadout, whose drafts are
+worse on CPUs (docs/vllm-faults.md), with two fixed lengths, in slices; or `tuned` (the lengths of
+`leadout tune`, measured on the same prompt sets) and `--live` in waves, because live control times
 its own steps. A second call continues where the first stopped. Processors without instructions for
-bfloat16 are faster with `--dtype float32`. Writes results/bench/qwen2.5-coder-1.5b.json with all
-runs that WORK_FOLDER has; others stay as they are in the file. The tuned file is beside it.
+bfloat16 are faster with `--dtype float32`, with which the four servers need 30 GB: what they do not
+use after loading, such as weights that were copied for the kernels, may be in swap. Writes
+results/bench/qwen2.5-coder-1.5b.json with all runs of this drafter that WORK_FOLDER or the file
+has. The tuned file is beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from leadout.bench.results import BenchResult
 from leadout.bench.run import bench
 from leadout.bench.settings import BenchSettings
 from leadout.console import Progress
+from leadout.models import fingerprint
 
 RESULT = ROOT / "results" / "bench" / "qwen2.5-coder-1.5b.json"
 TUNED = RESULT.with_name("qwen2.5-coder-1.5b-tuned.json")
@@ -35,11 +38,8 @@ LISTS = {"cells": {"rounds"}, "geometric_means": set[str](), "bare_against_bare"
 SETS = ("humaneval", "mbpp")
 LOADS = (1, 4, 8, 16)
 LENGTHS = {"1 and 3": (1, 3), "5 and 7": (5, 7)}
-RUNS = {
-    "chosen, few requests": (1, 4),
-    "chosen, many requests": (8, 16),
-    **dict.fromkeys(LENGTHS, LOADS),
-}
+CHOSEN = "chosen"
+RUNS = (CHOSEN, *LENGTHS)
 OUTPUT_TOKENS = 128
 FLAGS = ("--max-model-len", "1024")
 
@@ -65,7 +65,7 @@ def main() -> None:
         if path.exists()
     }
     merged: dict[str, Any] = {"runs": {}, **{name: [] for name in LISTS}}
-    earlier = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else merged
+    earlier = earlier_result(arguments.drafter)
     for run in RUNS:
         if run in results:
             made = provenance(target=arguments.target, drafter=arguments.drafter)
@@ -84,8 +84,15 @@ def main() -> None:
 
 
 def folder_of(run: str, arguments: argparse.Namespace) -> Path:
-    folder: Path = arguments.work / "bench" / run.replace(",", "").replace(" ", "-")
+    folder: Path = arguments.work / "bench" / run.replace(" ", "-")
     return folder
+
+
+def earlier_result(drafter: Path) -> dict[str, Any]:
+    """What the result file has of this drafter."""
+    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    same = found["provenance"]["models"]["drafter"] == fingerprint(drafter)
+    return found if same else {"runs": {}}
 
 
 def measure(run: str, arguments: argparse.Namespace) -> None:
@@ -100,8 +107,8 @@ def measure(run: str, arguments: argparse.Namespace) -> None:
         arms = {"tuned": tune(arguments), "live": True, "turns": "waves"}
     settings = BenchSettings(
         target=str(arguments.target),
-        prompts=tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS),
-        concurrency=RUNS[run],
+        prompts=prompt_files(arguments),
+        concurrency=LOADS,
         rounds=arguments.rounds,
         seconds=arguments.seconds,
         output_tokens=OUTPUT_TOKENS,
@@ -116,13 +123,19 @@ def measure(run: str, arguments: argparse.Namespace) -> None:
     print_result(result)
 
 
+def prompt_files(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(str(arguments.prompts / f"{each}.jsonl") for each in SETS)
+
+
 def tune(arguments: argparse.Namespace) -> Path:
     tuned: Path = arguments.work / "tuned.json"
     if not tuned.exists():
         command = [sys.executable, "-m", "leadout", "tune", arguments.target, arguments.drafter]
         flags = ["--max-batch", max(LOADS), "--out", tuned, *FLAGS]
         flags += ["--dtype", arguments.dtype]
-        flags += ["--short"] if arguments.short else []
+        flags += [word for path in prompt_files(arguments) for word in ("--prompts", path)]
+        # Both servers fit, but not by an estimate of memory that has no swap.
+        flags += ["--turns", "slices", *(["--short"] if arguments.short else [])]
         subprocess.run([str(word) for word in [*command, *flags]], check=True)
     store_tuned(tuned, TUNED)
     return tuned

@@ -11,8 +11,7 @@ BENCH = "bench/qwen2.5-coder-1.5b.json"
 PROFILE = "bench/qwen2.5-coder-1.5b-profile.json"
 TUNED = "bench/qwen2.5-coder-1.5b-tuned.json"
 TRAINING = "train/qwen2.5-coder-1.5b.json"
-CHOSEN = "chosen, "  # runs with `tuned` and `live`; each other one has two fixed lengths
-FEW = f"{CHOSEN}few requests"
+CHOSEN = "chosen"  # the run with `tuned` and `live`; each other one has two fixed lengths
 CHOSEN_ARMS = ("tuned", "live")
 
 
@@ -79,7 +78,7 @@ def bench() -> str:
             rows.append([f"{arm}, {name or 'both sets'}", *by_load])
     again: dict[str, dict[int, dict[str, Any]]] = {}
     for each in found["bare_against_bare"]:
-        beside = "" if each["run"].startswith(CHOSEN) else f", beside K = {each['run']}"
+        beside = "" if each["run"] == CHOSEN else f", beside K = {each['run']}"
         again.setdefault(f"bare vLLM again (A/A){beside}", {})[each["concurrency"]] = each
     rows += [
         [name, *(same_again(by_load[load]) if load in by_load else "-" for load in loads)]
@@ -90,7 +89,7 @@ def bench() -> str:
 
 def settings() -> dict[str, Any]:
     """Of the bench of `tuned` and `live`."""
-    found: dict[str, Any] = result(BENCH)["runs"][FEW]["settings"]
+    found: dict[str, Any] = result(BENCH)["runs"][CHOSEN]["settings"]
     return found
 
 
@@ -99,7 +98,7 @@ def bench_rounds() -> str:
     used = settings()
     text = f"{used['rounds']} rounds, in which every server runs for {used['seconds']:g} s"
     runs = result(BENCH)["runs"]
-    fixed = [run["settings"] for name, run in runs.items() if not name.startswith(CHOSEN)]
+    fixed = [run["settings"] for name, run in runs.items() if name != CHOSEN]
     if fixed:
         text += f" (fixed lengths: {fixed[0]['rounds']} of {fixed[0]['seconds']:g} s)"
     return f"{text}; answers have {used['output_tokens']} tokens. 95% intervals in brackets."
