@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, provenance, store_tuned, write_result
+from common import ROOT, store_tuned, write_result
 from leadout.bench.page import RESULTS, write_files
 from leadout.bench.report import print_result
 from leadout.bench.results import BenchResult
@@ -68,11 +68,7 @@ def main() -> None:
     earlier = earlier_result(arguments.drafter)
     for run in RUNS:
         if run in results:
-            made = provenance(target=arguments.target, drafter=arguments.drafter)
-            merged["runs"][run] = {
-                "provenance": made,
-                "settings": results[run].settings.model_dump(),
-            }
+            merged["runs"][run] = results[run].model_dump(include={"provenance", "settings"})
             for name, hidden in LISTS.items():
                 rows = [each.model_dump(exclude=hidden) for each in getattr(results[run], name)]
                 merged[name] += [{"run": run, **row} for row in rows]

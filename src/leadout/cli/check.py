@@ -14,7 +14,7 @@ def check(
         bool, typer.Option("--verbose", help="Show the changes tried even if the pair fits.")
     ] = False,
 ) -> None:
-    """Check that a drafter fits a target, or find the cause why it does not.
+    """Check that a drafter fits a target, or find out why it does not.
 
     Flags after `--` go to every vLLM engine, for example `-- --tensor-parallel-size 4`. Exit codes:
     0 the pair fits, 1 it does not, 2 the check could not run, 3 undecided: there were

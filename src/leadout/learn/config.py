@@ -58,7 +58,8 @@ class CycleSettings(Settings):
     )
     held_out: float = setting(
         0.2,
-        "Share of the requests, the newest, that is kept for the gate.",
+        "Share of the requests that is kept for the gate, the newest ones; at least "
+        "--min-requests.",
         panel="Gate",
         gt=0,
         lt=1,

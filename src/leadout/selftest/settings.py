@@ -14,7 +14,7 @@ class SelftestSettings(Settings):
     drafter: str = setting(..., "Drafter: a folder or a hub name.", panel="argument")
 
     minutes: float = setting(
-        10.0, "Time for the whole test; what it does not suffice for is left out.", gt=0
+        10.0, "Time limit of the whole test; what does not fit into it is left out.", gt=0
     )
     by_part: bool = setting(
         True, "Measure the overhead of live control and of capture alone too, on servers of their "
