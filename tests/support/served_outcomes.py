@@ -17,6 +17,7 @@ from pathlib import Path
 from support.learn_outcomes import MARKERS
 from support.learn_world import World
 from support.marker import Marker, files_with
+from support.served_world import BASE_SEQUENCES
 
 SECONDS = 600.0
 # The exit code of each outcome, and the flags that make a learner end so.
@@ -55,7 +56,8 @@ class ServedLearner:
         self._environment = sandboxed(folder)
         words = ["learn", world.target, "--registry", registry, "--work", self.work]
         words += ["--states", ring, "--replay", world.data.folder, "--json"]
-        words += ["--min-requests", 20, "--learning-rate", 1e-2, "--base-sequences", 20]
+        words += ["--min-requests", 20, "--learning-rate", 1e-2]
+        words += ["--base-sequences", BASE_SEQUENCES]
         self._command = [sys.executable, "-c", RUN, *map(str, words)]
 
     def run(self, outcome: str) -> str:

@@ -12,16 +12,19 @@ from pathlib import Path
 import torch
 
 from leadout.checkpoints import read_checkpoint
+from leadout.learn.config import LearnConfig
+from leadout.learn.continuous import learn_from_states
 from leadout.models import fingerprint
 from leadout.ring.folder import open_writer, prepare
 from leadout.ring.records import RingInfo, StatesRecord, TextRecord, request_key
 from leadout.ring.sequences import ServedSequence
 from leadout.shards import Sample
-from support.learn_world import World
+from support.learn_world import World, start
 from support.tiny_data import loaded
 
 RING_BYTES = 64 << 20
 STEP = 7  # positions of one step of the server
+BASE_SEQUENCES = 20  # of a gate; they decide which states of replayed data there are
 
 
 def ring_info(world: World) -> RingInfo:
@@ -83,6 +86,25 @@ def ring_of(world: World) -> Iterator[Ring]:
         ring.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def compute_base(world: World, folder: Path) -> Path:
+    """Compute the states of replayed data as a learner does when it starts, in a child process.
+
+    A learner that finds a copy in its work folder starts seconds earlier.
+    """
+    registry, work = start(world, folder / "registry").folder, folder / "work"
+    with ring_of(world) as ring:
+        config = LearnConfig(
+            target=str(world.target),
+            registry=registry,
+            replay=world.data.folder,
+            work=work,
+            states=(str(ring.folder),),
+            base_sequences=BASE_SEQUENCES,
+        )
+        learn_from_states(config.model_copy(update={"cycles": 0}))
+    return work / "base"
 
 
 def _states(world: World, sample: Sample) -> torch.Tensor:

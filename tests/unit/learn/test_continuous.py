@@ -37,7 +37,7 @@ from leadout.storage import StorageError
 from leadout.train.config import TrainConfig
 from leadout.train.export import SETTINGS
 from support.learn_world import NEW, World, lossless_by_reference, requests, start, write_capture
-from support.served_world import Ring, ring_of
+from support.served_world import BASE_SEQUENCES, Ring, ring_of
 
 
 @pytest.fixture
@@ -120,17 +120,22 @@ def test_served_states_and_captured_files_train_the_same_candidate(
 
 
 @pytest.fixture
-def short(world: World, ring: Ring, tmp_path: Path) -> LearnConfig:
-    """Trained long enough to be promoted, as nearly any loss on the base is let pass."""
-    return settings(
+def short(world: World, ring: Ring, computed_base: Path, tmp_path: Path) -> LearnConfig:
+    """Trained long enough to be promoted, as nearly any loss on the base is let pass.
+
+    The states of replayed data are there.
+    """
+    config = settings(
         world,
         tmp_path / "short",
         states=(str(ring.folder),),
         cycles=1,
         tokens=4_000,
         base_loss=0.9,
-        base_sequences=20,
+        base_sequences=BASE_SEQUENCES,
     )
+    shutil.copytree(computed_base, config.work_folder / "base")
+    return config
 
 
 def test_the_check_by_the_engine_is_left_out_and_the_ledger_says_so(
@@ -197,11 +202,12 @@ def test_a_serving_version_that_changed_meanwhile_is_kept(
 
 
 def test_states_of_replayed_data_are_computed_once(
-    short: LearnConfig, ring: Ring, monkeypatch: pytest.MonkeyPatch
+    short: LearnConfig, ring: Ring, computed_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_base = short.model_copy(update={"cycles": 0})
-    assert learn_from_states(only_base) is None
     folder = short.work_folder / "base"
+    shutil.rmtree(folder)
+    assert learn_from_states(only_base) is None
     states, info = (folder / "states.bin").read_bytes(), (folder / "base.json").read_text()
 
     def fake_child(*_: object, **__: object) -> None:
@@ -212,6 +218,7 @@ def test_states_of_replayed_data_are_computed_once(
         learn_from_states(only_base)
     assert (folder / "states.bin").read_bytes() == states
     assert (folder / "base.json").read_text() == info
+    assert info == (computed_base / "base.json").read_text()  # so other tests compute nothing
     learn_from_states(only_base.model_copy(update={"replay_states": 10}))
     assert len((folder / "states.bin").read_bytes()) < len(states)
     assert (folder / "base.json").read_text() != info
@@ -376,7 +383,7 @@ def test_signals_end_the_pause_of_a_learner(
     ring.serve(requests(NEW, 60))
     monkeypatch.setattr(continuous, "FIRST_PAUSE", 3600.0)
 
-    def fake_publish(*_: Any, **__: Any) -> Any:
+    def fake_cycle(*_: Any) -> Any:
         raise StorageError("s3://bucket cannot be reached.")
 
     class Signalling(logging.Handler):
@@ -385,7 +392,7 @@ def test_signals_end_the_pause_of_a_learner(
         def emit(self, record: logging.LogRecord) -> None:
             threading.Timer(0.2, os.kill, (os.getpid(), sent)).start()
 
-    monkeypatch.setattr(Registry, "publish", fake_publish)
+    monkeypatch.setattr(continuous, "_run_cycle", fake_cycle)
     logger, handler = logging.getLogger(continuous.__name__), Signalling()
     logger.addHandler(handler)
     began = time.monotonic()
