@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from support import marker
 from support.marker import Marker, files_with
 
 MARKER = Marker.of_ids(0, 250)
@@ -43,6 +44,16 @@ def test_every_encoding_is_found(tmp_path: Path, content: str | bytes) -> None:
 def test_tensors_in_safetensors_are_found(tmp_path: Path, kind: torch.dtype) -> None:
     save_file({"ids": torch.tensor(IDS, dtype=kind)}, tmp_path / "states.safetensors")
     assert len(files_with([MARKER], [tmp_path])[0]) == 1
+
+
+def test_a_file_larger_than_what_is_searched_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marker, "_BLOCK", 4)
+    for before in range(40):
+        content = bytes(before) + np.array(IDS, dtype=np.int32).tobytes() + bytes(100)
+        (tmp_path / f"{before}").write_bytes(content)
+    assert len(files_with([MARKER], [tmp_path])[0]) == 40
 
 
 def test_other_content_is_not_found(tmp_path: Path) -> None:
