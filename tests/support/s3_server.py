@@ -159,12 +159,14 @@ class FakeNetwork:
         self.requests = 0  # that were refused
         threading.Thread(target=self._accept, daemon=True).start()
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of `S3Storage`, to go this way and to give up soon."""
+    def options(self, read_timeout: float = 20.0) -> dict[str, Any]:
+        """Of `S3Storage`, to go this way and to give up soon.
+
+        A server that answers may need long on a busy machine; one that never does may not.
+        """
         return {
             "endpoint_url": f"http://127.0.0.1:{self.port}",
-            "config_kwargs": {"read_timeout": 20, "retries": {"total_max_attempts": 1}},
+            "config_kwargs": {"read_timeout": read_timeout, "retries": {"total_max_attempts": 1}},
         }
 
     def set_mode(self, mode: Literal["pass", "503", "hang"]) -> None:

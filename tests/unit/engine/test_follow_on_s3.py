@@ -28,7 +28,7 @@ def network(
     monkeypatch.setattr(fail_safe, "FIRST_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(fail_safe, "MAX_RETRY_SECONDS", 0.0)
     with fake_network(s3_server) as connection:
-        monkeypatch.setattr(S3Storage, "options", connection.options)
+        monkeypatch.setattr(S3Storage, "options", connection.options())
         yield connection
 
 

@@ -444,8 +444,10 @@ def test_the_command_prints_plan_and_result(
     assert ended.exit_code == 0, ended.output
     assert [stage["name"] for stage in json.loads(ended.stdout)["stages"]] == ALL
     assert not (tmp_path / "out").exists()
-    usual = run.make
-    monkeypatch.setattr(run, "make", lambda *given: usual(*given, runner=fake))
+    usual, measured = run.make, ProductTimes(0.005, 0.0001)
+    monkeypatch.setattr(
+        run, "make", lambda *given: usual(*given, runner=fake, clock=lambda _: measured)
+    )
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
     assert MakeResult.model_validate_json(ended.stdout).outcome == "pays"

@@ -293,12 +293,12 @@ def network(
 ) -> Iterator[FakeNetwork]:
     """The way to the server, which can fail."""
     with fake_network(s3_server) as connection:
-        monkeypatch.setattr(S3Storage, "options", connection.options)
+        monkeypatch.setattr(S3Storage, "options", connection.options())
         yield connection
 
 
 def test_a_store_that_fails_for_a_while_is_not_a_wrong_one(
-    network: FakeNetwork, s3_url: str, tmp_path: Path
+    network: FakeNetwork, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = open_storage(s3_url)
     hashes = added(storage, tmp_path)
@@ -315,8 +315,10 @@ def test_a_store_that_fails_for_a_while_is_not_a_wrong_one(
             call()
         assert isinstance(caught.value, OSError)
     network.set_mode("hang")
-    with pytest.raises(StorageError):
-        calls[0]()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(S3Storage, "options", network.options(read_timeout=2.0))
+        with pytest.raises(StorageError):
+            calls[0]()
     assert network.requests >= len(calls)
     network.set_mode("pass")
     for call in calls:
