@@ -1,12 +1,14 @@
 """Our drafter class under both of vLLM's model runners, and over two tensor-parallel workers.
 
 With a reduced draft vocabulary as well, whose drafts are chosen without logits over the target's.
+Engines with the V1 runner and one worker are in this process, the others in one of their own.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ from support.drafters import TINY_DRAFTER, random_drafter, random_weights
 from support.engine_drafts import reference_drafts
 from support.faults import FAULTS
 from support.models import ROOT, tiny_llama
-from support.tiny_engine import PROMPTS
+from support.tiny_engine import PROMPTS, draft_on_v1, engine_arguments
 
 K = TINY_DRAFTER.max_draft_tokens
 CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
 # Not a multiple of 64: vLLM pads the head, and the second of two workers has all of the padding.
 REDUCED = replace(CONFIG, own_head=True, draft_vocab_size=70)
-WITHOUT_LOGITS = ("--speculation", json.dumps({LOCAL_ARGMAX: True}))
+WITHOUT_LOGITS = {LOCAL_ARGMAX: True}
+RunEngine = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,16 @@ def result_of(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     raise AssertionError(ended.stdout[-3000:] + ended.stderr[-3000:])
 
 
+def run_v1(run_engine: RunEngine, pair: tuple[Path, Path], **speculation: Any) -> dict[str, Any]:
+    """As `run` and `result_of` without options, in this process."""
+    target, drafter = pair
+    with run_engine(target, **engine_arguments(drafter, K, speculation)) as llm:
+        return draft_on_v1(llm)
+
+
 @pytest.fixture(scope="module")
-def on_v1(pair: tuple[Path, Path]) -> dict[str, Any]:
-    return result_of(run(pair))
+def on_v1(pair: tuple[Path, Path], run_engine: RunEngine) -> dict[str, Any]:
+    return run_v1(run_engine, pair)
 
 
 def test_v1_drafts_as_the_reference_does(pair: tuple[Path, Path], on_v1: dict[str, Any]) -> None:
@@ -118,17 +128,21 @@ def reduced(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def with_logits(reduced: tuple[Path, Path]) -> dict[str, Any]:
-    return result_of(run(reduced))
+def with_logits(reduced: tuple[Path, Path], run_engine: RunEngine) -> dict[str, Any]:
+    return run_v1(run_engine, reduced)
 
 
 @pytest.mark.parametrize("where", ["V1", "V2", "two workers"])
 def test_drafts_are_the_same_without_logits_over_the_targets_vocabulary(
-    reduced: tuple[Path, Path], with_logits: dict[str, Any], where: str
+    reduced: tuple[Path, Path], with_logits: dict[str, Any], run_engine: RunEngine, where: str
 ) -> None:
-    options = {"V1": [], "V2": ["--v2"], "two workers": ["--tensor-parallel", "2"]}[where]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if where == "two workers" else {}
-    chosen = result_of(run(reduced, *options, *WITHOUT_LOGITS, **environment))
+    if where == "V1":
+        chosen = run_v1(run_engine, reduced, **WITHOUT_LOGITS)
+    else:
+        options = {"V2": ["--v2"], "two workers": ["--tensor-parallel", "2"]}[where]
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if where == "two workers" else {}
+        speculation = ("--speculation", json.dumps(WITHOUT_LOGITS))
+        chosen = result_of(run(reduced, *options, *speculation, **environment))
     assert chosen["drafter_class"] == "LeadoutDFlashForCausalLM"
     assert chosen["answers"] == with_logits["answers"]
     drafted = set()

@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import random
+from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -102,6 +104,59 @@ def live_engine_arguments(settings: LiveSettings) -> dict[str, Any]:
     return {"scheduler_cls": SCHEDULER, "additional_config": with_section({}, LIVE, settings)}
 
 
+def engine_arguments(
+    drafter: str | Path, draft_tokens: int, speculation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM`; `speculation` is more of its speculative config."""
+    return {
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "speculative_config": {
+            "method": "dflash",
+            "model": str(drafter),
+            "num_speculative_tokens": draft_tokens,
+            **speculation,
+        },
+    }
+
+
+def draft_on_v1(llm: Any) -> dict[str, Any]:
+    """The answers of this engine, which has the V1 runner, and every block that it drafts."""
+    from support.engine_drafts import record_drafts
+
+    recorded = record_drafts(llm)
+
+    def take_drafts() -> list[list[int]]:
+        drafts = [list(draft.tokens) for draft in recorded]
+        recorded.clear()
+        return drafts
+
+    return _ask(llm, take_drafts)
+
+
+def _ask(llm: Any, take_drafts: Callable[[], list[list[int]]]) -> dict[str, Any]:
+    """`take_drafts` returns the blocks that were drafted since it was called last."""
+    from vllm import SamplingParams
+
+    drafter_class = llm.collective_rpc(_class_of_drafter)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    answers = []
+    drafts = []
+    for prompt in PROMPTS:  # one at a time, so that blocks come in the order of their steps
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        answers.append(list(output.outputs[0].token_ids))
+        drafts.append(take_drafts())
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return {
+        "answers": answers,
+        "drafts": drafts,
+        "drafter_class": drafter_class,
+        "scheduler_classes": [each.__name__ for each in type(scheduler).__mro__],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
@@ -124,50 +179,37 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from leadout.engine.inspection import DraftStepRecorder, write_steps
-    from support.engine_drafts import record_drafts
 
-    sizes = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, **arguments.settings}
+    usual = engine_arguments(arguments.drafter, arguments.draft_tokens, arguments.speculation)
     llm = LLM(
         model=arguments.model,
-        skip_tokenizer_init=True,
         enforce_eager=True,
-        **sizes,
-        enable_prefix_caching=False,
         tensor_parallel_size=arguments.tensor_parallel,
-        speculative_config={
-            "method": "dflash",
-            "model": arguments.drafter,
-            "num_speculative_tokens": arguments.draft_tokens,
-            **arguments.speculation,
-        },
+        **{"dtype": "float32", **usual, **arguments.settings},
     )
     print("STARTED", flush=True)
-    core = llm.llm_engine.engine_core.engine_core
     if arguments.v2:
-        recorder = DraftStepRecorder(core.model_executor.driver_worker.worker.model_runner, "V2")
-    else:
-        recorded = record_drafts(llm)
-    drafter_class = llm.collective_rpc(_class_of_drafter)[0]
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    answers = []
-    drafts = []
-    for prompt in PROMPTS:  # one at a time, so that blocks come in the order of their steps
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        answers.append(list(output.outputs[0].token_ids))
-        if arguments.v2:
-            drafts.append([step.drafts.tolist() for step in recorder.steps])
-            if arguments.record is not None:
-                write_steps(recorder.steps, arguments.record / f"{len(drafts)}.safetensors")
-            recorder.steps.clear()
-        else:
-            drafts.append([list(draft.tokens) for draft in recorded])
-            recorded.clear()
-    result = {"answers": answers, "drafts": drafts, "drafter_class": drafter_class}
-    result["scheduler_classes"] = [each.__name__ for each in type(core.scheduler).__mro__]
-    if arguments.known_drafts:
-        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        core = llm.llm_engine.engine_core.engine_core
         runner = core.model_executor.driver_worker.worker.model_runner
+        recorder, numbers = DraftStepRecorder(runner, "V2"), count(1)
+
+        def take_drafts() -> list[list[int]]:
+            drafts = [step.drafts.tolist() for step in recorder.steps]
+            if arguments.record is not None:
+                write_steps(recorder.steps, arguments.record / f"{next(numbers)}.safetensors")
+            recorder.steps.clear()
+            return drafts
+
+        result = _ask(llm, take_drafts)
+    else:
+        result = draft_on_v1(llm)
+    if arguments.known_drafts:
+        pairs = zip(PROMPTS, result["answers"], strict=True)
+        texts = [[*prompt, *answer] for prompt, answer in pairs]
         counts = draft_known(runner.speculator, texts, arguments.draft_tokens)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False
+        )
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
         result["answers_with_known_drafts"] = [list(o.outputs[0].token_ids) for o in outputs]
         result |= counts
