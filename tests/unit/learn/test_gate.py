@@ -13,15 +13,19 @@ import torch
 
 from leadout.check.result import Divergence, Lossless
 from leadout.console import Progress
+from leadout.dflash.generate import generate
+from leadout.engine.offline import SessionRequest, SessionResult, SetRun
 from leadout.evaluate import acceptance
 from leadout.evaluate.acceptance import TextAcceptance, acceptance_by_drafter
 from leadout.findings import Finding, Severity
+from leadout.learn import gate
 from leadout.learn.config import CycleSettings
 from leadout.learn.gate import (
     Comparison,
     Evidence,
     Trial,
     as_served,
+    check_lossless,
     compare,
     compare_by_source,
     decide,
@@ -36,7 +40,8 @@ from support.gate_candidates import (
     newest_requests,
     overfitted_part,
 )
-from support.learn_world import ALONE, World, lossless_by_reference
+from support.learn_world import ALONE, NEW, World, lossless_by_reference, requests
+from support.tiny_data import loaded
 
 SETTINGS = CycleSettings(gain=0.03, base_loss=0.03)
 EQUAL_TEXTS = Lossless(texts=16, equal_texts=16, divergences=[], largest_allowed_gap=0.0)
@@ -376,3 +381,27 @@ def test_the_overfitted_candidate_is_better_on_its_training_text(world: World, m
         world.target, drafters, overfitted_part(), 64, ALONE.device
     )
     assert compare(before, after).change.low > 0.3
+
+
+def test_a_changed_answer_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter cannot change answers, so here one of them is changed.
+
+    They are the reference's; tests/engine/test_learn.py compares those of vLLM.
+    """
+
+    def fake_session(request: SessionRequest) -> SessionResult:
+        ((name, prompts),) = request.prompts.items()
+        found = generate(loaded(world.target), None, prompts, max_new_tokens=request.max_tokens)
+        answers = [list(each.tokens) for each in found]
+        if request.drafter is not None:
+            answers[1][5] = (answers[1][5] + 1) % 250
+        run = SetRun(
+            prompt_set=name, temperature=0.0, answers=answers, steps=0, accepted_by_position=[]
+        )
+        return SessionResult(runs=[run])
+
+    monkeypatch.setattr(gate, "run_session", fake_session)
+    found = check_lossless(world.target, world.drafter, requests(NEW, 4))
+    assert (found.texts, found.equal_texts) == (4, 3)
+    assert found.divergences[0].position == 5
+    assert found.divergences[0].logit_gap > 0
