@@ -24,6 +24,7 @@ from leadout.engine.server import Server
 from leadout.engine.settings import ServeSettings
 from leadout.shards import read_shard
 from support.marker import Marker, files_with
+from support.model_infos import copy_model_infos
 from support.models import tiny_llama
 from support.tiny_chat import tiny_tokenizer
 
@@ -234,6 +235,7 @@ class World:
         tiny_tokenizer().save_pretrained(self.target)
         for name in ("tmp", "home"):
             (folder / name).mkdir()
+        copy_model_infos(folder / "home" / ".cache")
 
     def server(self) -> Server:
         flags = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512")

@@ -21,6 +21,7 @@ from support.http_load import answer
 from support.learn_outcomes import MARKERS
 from support.learn_world import ANSWER, World, make_world, start
 from support.marker import files_with
+from support.model_infos import copy_model_infos
 from support.served_outcomes import SECONDS, WITH_CORE_FILES, ServedLearner, sandboxed
 
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
@@ -61,6 +62,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def test_server_and_learners_leave_no_text(world: World, ring: Path, folder: Path) -> None:
     registry = start(world, folder / "registry")
     environment = sandboxed(folder / "server") | ENVIRONMENT
+    copy_model_infos(Path(environment["XDG_CACHE_HOME"]))
     command = [sys.executable, "-m", "leadout", "serve", str(world.target), *FLAGS]
     command += ["--registry", str(registry.folder)]
     command += ["--learn-states", str(ring), "--learn-rate", "1", "--learn-ring-gib", "0.05"]
