@@ -1,8 +1,14 @@
-"""`leadout data --endpoint` with a real vLLM server: the samples of an engine in this process."""
+"""`leadout data --endpoint` with a real vLLM server: the samples of an engine in this process.
+
+Then the same server is told to end while it answers.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +19,7 @@ from typer.testing import CliRunner
 from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
 from leadout.engine.server import Server, server_command
+from support.ops_files import shutdown_timeout
 from support.prompts import PROMPTS
 from support.tiny_chat import write_tiny_chat_target
 
@@ -66,7 +73,7 @@ def run(target: Path, folder: Path) -> Run:
 @pytest.fixture(scope="module")
 def server(target: Path, folder: Path) -> Iterator[Server]:
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
-    command = server_command(target, SMALL)
+    command = server_command(target, [*SMALL, shutdown_timeout()])
     with Server(command, log=folder / "server.log", environment=environment) as running:
         yield running
 
@@ -93,3 +100,30 @@ def test_a_server_of_another_target_or_length_is_refused(server: Server, run: Ru
     longer = run("longer", "--endpoint", server.url, "--max-length", "400")
     assert longer.exit_code == 2
     assert f"has --max-model-len {LENGTH}" in longer.stderr
+
+
+def test_a_running_request_is_finished_after_sigterm(server: Server, target: Path) -> None:
+    """With the flag of the Kubernetes example; without it vLLM aborts the request.
+
+    The last test of this file: it ends the server.
+    """
+    length = LENGTH - 20
+    asked = {"model": str(target), "prompt": [5, 9, 2], "max_tokens": length, "ignore_eos": True}
+    body = json.dumps(asked | {"temperature": 0, "stream": True, "return_token_ids": True}).encode()
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    tokens, reason, is_done = 0, None, False
+    with urllib.request.urlopen(request, timeout=900) as stream:
+        for line in stream:
+            text = line.decode().removeprefix("data: ").strip()
+            if text == "[DONE]":
+                is_done = True
+            elif text:
+                (choice,) = json.loads(text)["choices"]
+                if tokens == 0:
+                    os.kill(server.processes[0], signal.SIGTERM)
+                tokens += len(choice["token_ids"] or [])
+                reason = choice["finish_reason"]
+    assert (tokens, reason, is_done) == (length, "length", True)
+    server.wait_until_ended(600)
