@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,18 @@ WITH_TABLE = Mode(("--draft",), has_table=True)
 
 def rows_on(gpu: str) -> list[dict[str, Any]]:
     """The rows of one GPU, resolved in a process of its own."""
-    rows: list[dict[str, Any]] = run_on_fake_gpu("support.gpu_resolution", gpu)
-    return rows
+    return _resolved_on(gpu)[:-1]
 
 
-def rows_with_table(gpu: str) -> list[dict[str, Any]]:
+def rows_with_table(gpu: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of plain vLLM and of `leadout serve`, with a table of K of the user's."""
-    rows: list[dict[str, Any]] = run_on_fake_gpu("support.gpu_resolution", gpu, OWN_TABLE)
+    rows = _resolved_on(gpu)
+    return next(row for row in rows if row["mode"] == TABLE), rows[-1]
+
+
+@cache  # the table of the user's is resolved last, in the same process
+def _resolved_on(gpu: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = run_on_fake_gpu("support.gpu_resolution", gpu)
     return rows
 
 
@@ -292,14 +298,14 @@ def differences(
     ]
 
 
-def resolve_all(pair: Pair, modes: Sequence[Mode] = MODES) -> Iterator[dict[str, Any]]:
+def resolve_all(pair: Pair, modes: Sequence[Mode]) -> Iterator[dict[str, Any]]:
     """The rows of plain vLLM, then those of Leadout compared with them."""
     from leadout.engine.plugin import SWITCH, register
     from leadout.engine.vllm_flags import vllm_config_of
     from leadout.errors import LeadoutError
 
     plain: dict[str, dict[str, Any]] = {}
-    for mode in (*modes, WITH_TABLE):
+    for mode in modes:
         name = mode.compared_with
         if name not in plain:
             plain[name] = facts_of(vllm_config_of(str(pair.target), plain_flags(pair, mode)))
@@ -325,11 +331,10 @@ def _without_folders(text: str, pair: Pair) -> str:
 def main() -> None:
     from support.fake_gpu import install
 
-    gpu, *which = sys.argv[1:]
+    (gpu,) = sys.argv[1:]
     install(gpu)
     with tempfile.TemporaryDirectory() as folder:
-        modes = (WITH_TABLE,) if which == [OWN_TABLE] else MODES
-        rows = list(resolve_all(write_pair(Path(folder)), modes))
+        rows = list(resolve_all(write_pair(Path(folder)), (*MODES, WITH_TABLE)))
     print("RESULT " + json.dumps(rows))
 
 
