@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Coroutine
+from copy import copy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,11 +92,17 @@ def _states_info() -> StatesInfo:
     )  # fmt: skip
 
 
+@cache
+def _new_server() -> StatesServer:
+    """Made once and then copied: its client reads the certificates of this machine."""
+    return StatesServer("http://fake", ClientSettings())
+
+
 class _Server:
     """A server of states whose next reply is the content of a file."""
 
     def __init__(self, replies: Callable[[httpx2.Request], bytes]) -> None:
-        self.server = StatesServer("http://fake", ClientSettings())
+        self.server = copy(_new_server())
         self.server._client = httpx2.Client(
             base_url="http://fake",
             transport=httpx2.MockTransport(

@@ -145,7 +145,7 @@ def test_each_kind_of_loss_is_found(
     fails: Callable[[], object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fails is _block:  # the others may be slow
-        monkeypatch.setattr(fuzzing, "BLOCKED_SECONDS", 10)
+        monkeypatch.setattr(fuzzing, "BLOCKED_SECONDS", 3)
 
     def read(folder: Path) -> None:
         if (folder / "file").is_dir():  # one case, that of a folder in place of the file

@@ -95,7 +95,7 @@ def test_a_process_that_never_ends_and_one_with_a_bug_are_recognized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("support.system_calls.MAX_SECONDS", 5)
+        patch.setattr("support.system_calls.MAX_SECONDS", 2)
         assert run(lambda say: signal.pause(), tmp_path).ending == "stuck"  # type: ignore[arg-type, return-value]
 
     def work(say: Say) -> None:

@@ -173,14 +173,18 @@ def test_without_the_key_there_is_nothing_but_the_end(shared_memory: Path) -> No
                 connection.sendall(hello)
                 assert connection.recv(1) == b"", name
         with pytest.raises(RelayError, match="as it does with a wrong key"):
-            RelayReader("127.0.0.1", running.port, OTHER, connect_seconds=5.0)
+            RelayReader("127.0.0.1", running.port, OTHER, connect_seconds=2.0)
         assert running.learners == 0
         with reading(running) as reader:  # it still works
             server.answer([1], [2, 3, 4])
             assert polled(reader, 1)[0].prompt == [1]
 
 
-def test_a_recorded_connection_cannot_be_played_back(shared_memory: Path) -> None:
+def test_a_recorded_connection_cannot_be_played_back(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A relay that has nothing to send notices an end when it sends these.
+    monkeypatch.setattr(relay, "SECONDS_BETWEEN_COUNTERS", 0.2)
     with relayed(shared_memory / "ring") as (_, running):
         recorded = bytearray()
 
