@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -301,20 +302,26 @@ def test_a_cycle_whose_registry_fails_is_tried_again_with_what_is_in_memory(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A store that cannot be reached, then a lock that is held, then an error of the disk."""
+    """A store that cannot be reached at the end, then a held lock and a full disk before that."""
+    unreachable = StorageError("s3://bucket cannot be reached.")
     problems = [
-        StorageError("s3://bucket cannot be reached."),
         TimeoutError(".lock has been held by another process"),
         OSError(errno.ENOSPC, "No space left on device"),
     ]
-    publish = Registry.publish
+    publish, run_cycle, tries = Registry.publish, continuous._run_cycle, count(1)
 
     def fake_publish(*words: Any, **settings: Any) -> Any:
         if problems:
-            raise problems.pop(0)
+            raise unreachable
         return publish(*words, **settings)
 
+    def fake_cycle(*words: Any) -> LearnResult:
+        if next(tries) > 1 and problems:
+            raise problems.pop(0)
+        return run_cycle(*words)
+
     monkeypatch.setattr(Registry, "publish", fake_publish)
+    monkeypatch.setattr(continuous, "_run_cycle", fake_cycle)
     monkeypatch.setattr(continuous, "FIRST_PAUSE", 0.1)
     monkeypatch.setattr(continuous, "MAX_PAUSE", 0.2)
     ring.serve(requests(NEW, 60))
