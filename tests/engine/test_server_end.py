@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from leadout.engine.child_process import EngineError
 from leadout.engine.server import Server, server_command
-from support.models import ROOT
 from support.processes import family_of, new_processes, wait_until_gone
+from support.tiny_chat import write_tiny_chat_target
 
 
 def test_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
@@ -23,25 +22,32 @@ def test_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) ->
     assert new_processes(before) == []
 
 
-def test_killing_the_test_run_leaves_no_server_behind(smollm2: Path, tmp_path: Path) -> None:
-    run = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            f"--basetemp={tmp_path / 'run'}",
-            "tests/engine/test_serve.py::test_stock_vllm_loads_the_plugin_and_answers",
-        ],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
+# Starts a server and stays, like a test run or a command that needs one.
+OWNER = """
+import sys
+from pathlib import Path
+from leadout.engine.server import Server, server_command
+target, log, *flags = sys.argv[1:]
+with Server(server_command(target, flags), log=Path(log)):
+    print("healthy", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_killing_its_owner_leaves_no_server_behind(tmp_path: Path) -> None:
+    target = write_tiny_chat_target(tmp_path / "target")
+    flags = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "128")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, target, tmp_path / "log", *flags],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # as users run it
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    log = tmp_path / "run" / "bare0" / "server.log"
-    deadline = time.monotonic() + 1800
-    while not (log.exists() and "Application startup complete" in log.read_text()):
-        assert run.poll() is None, "the inner test run ended before its server was up"
-        assert time.monotonic() < deadline, "the inner server did not come up"
-        time.sleep(0.1)
-    family = family_of(run.pid)
-    assert any("EngineCore" in process.command for process in family), family
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    with owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "healthy\n"
+        family = family_of(owner.pid)
+        assert any("EngineCore" in process.command for process in family), family
+        owner.send_signal(signal.SIGKILL)
     assert wait_until_gone(family, seconds=600) == []
