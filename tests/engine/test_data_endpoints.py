@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from leadout.cli.app import app
 from leadout.data.manifest import DataFolder
 from leadout.engine.server import Server, server_command
+from leadout.version import __version__
 from support.ops_files import shutdown_timeout
 from support.prompts import PROMPTS
 from support.tiny_chat import write_tiny_chat_target
@@ -72,10 +73,15 @@ def run(target: Path, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def server(target: Path, folder: Path) -> Iterator[Server]:
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
+    # As users run it; it logs which plugins it loads.
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     command = server_command(target, [*SMALL, shutdown_timeout()])
     with Server(command, log=folder / "server.log", environment=environment) as running:
         yield running
+
+
+def test_stock_vllm_loads_the_plugin(server: Server) -> None:
+    assert f"Leadout {__version__} is active" in server.log.read_text()
 
 
 def test_a_server_gives_the_samples_of_the_engine(server: Server, run: Run, folder: Path) -> None:
