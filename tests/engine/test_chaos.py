@@ -21,7 +21,6 @@ SHORT = (
     "registry locked",
     "version refused",
     "learner killed",
-    "engine stopped",
 )  # about two minutes; the others restart a server, or wait for enough requests
 LIMIT_BESIDE_OTHERS = 60.0  # seconds to the pointer's version: other tests run at the same time
 
