@@ -98,6 +98,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "qwen-tuned": qwen_tables.tuned,
     "qwen-acceptance": qwen_tables.acceptance,
     "qwen-training": qwen_tables.training,
+    "qwen-plan": qwen_tables.plan,
     "quickstart-check": quickstart_output.check,
     "quickstart-tune": quickstart_output.tune,
     "quickstart-bench": quickstart_output.bench,

@@ -11,6 +11,7 @@ BENCH = "bench/qwen2.5-coder-1.5b.json"
 PROFILE = "bench/qwen2.5-coder-1.5b-profile.json"
 TUNED = "bench/qwen2.5-coder-1.5b-tuned.json"
 TRAINING = "train/qwen2.5-coder-1.5b.json"
+PLAN = "make/qwen2.5-coder-1.5b-plan.json"
 CHOSEN = "chosen"  # the run with `tuned` and `live`; each other one has two fixed lengths
 CHOSEN_ARMS = ("tuned", "live")
 
@@ -160,3 +161,11 @@ def training() -> str:
             remarks += f"\n\nRun {number}: {run['remark']}"
     header = ("run", "text", "training", "acceptance length on held-out answers")
     return table(header, rows) + remarks
+
+
+def plan() -> str:
+    """The times that `leadout make` expects of its stages."""
+    found = result(PLAN)["plan"]
+    rows = [(each["name"], f"{each['minutes']:.0f}", each["what"]) for each in found["stages"]]
+    every = sum(each["minutes"] for each in found["stages"])
+    return table(("stage", "minutes, about", "what"), [*rows, ("all", f"{every:.0f}", "")])

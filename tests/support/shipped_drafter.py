@@ -37,6 +37,7 @@ OTHER_DRAFTERS = {
     "live/useless.json": "a drafter with random weights",
     "lossless/smollm2.json": "drafts that are never and always accepted",
     "reliability/adversary.json": "simulated requests, with measured acceptance",
+    "make/qwen2.5-coder-1.5b-plan.json": "a plan, before there is a drafter",
     "quickstart/answer.json": "an answer of the target",
     "reliability/chaos.json": "random drafters for a tiny target",
     "reliability/faults.json": "the table of the other results in its folder",
