@@ -270,7 +270,7 @@ def _gate() -> list[str]:
         f"than {word(POOL_CYCLES)} cycles need",
         f"{word(round(10 * POWER))} in ten",
         f"more than {word(MAX_FACTOR)} times the requests",
-        f"Fewer than {MIN_REQUESTS} requests",
+        f"fewer than {MIN_REQUESTS} requests",
         f"{word(found['cycles']).capitalize()} cycles that each lose",
         f"each lose {found['loss_each_cycle']:.0%} on the base",
         f"with {found['traffic_gain']:.0%} more acceptance",
