@@ -69,7 +69,7 @@ def make_qwen_coder(destination: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python examples/make_qwen_coder.py DESTINATION")
     destination = Path(sys.argv[1])
     if destination.exists():

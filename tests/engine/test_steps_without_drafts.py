@@ -1,4 +1,4 @@
-"""Where a table says K = 0 the draft layers rest, and later drafts are as if they had not."""
+"""Where a table says K = 0 the drafter rests, and later drafts are as if it had not."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leadout.checkpoints import load_drafter
 from leadout.dflash.target import Target
+from leadout.engine.draft_model import MAX_DEFERRED
 from support.engine_drafts import record_drafts, reference_drafts
 from support.shared import QUICK_DRAFTER, chat_tokens, first_turns
 
-SHORT, LONG, K = 12, 36, 3
+SHORT, LONG, K = 50, 90, 3
+ALONE = 6  # steps before the others join, and so K = 0
 
 
 def test_drafts_after_steps_without_drafts_are_the_references(
@@ -21,7 +23,9 @@ def test_drafts_after_steps_without_drafts_are_the_references(
     from vllm import SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    prompts = [chat_tokens(tokenizer, turn) for turn in first_turns("gsm8k", 3)]
+    # Those that join are so short that the context waits, with the drafts that were just rejected.
+    first, *others = (chat_tokens(tokenizer, turn) for turn in first_turns("gsm8k", 3))
+    prompts = [first, *(prompt[-20:] for prompt in others)]
     drafter = load_drafter(QUICK_DRAFTER, dtype=torch.float32)
     speculative = {
         "method": "dflash",
@@ -30,29 +34,45 @@ def test_drafts_after_steps_without_drafts_are_the_references(
         "num_speculative_tokens_per_batch_size": [[1, 1, K], [2, 8, 0]],
     }
     slots: list[int] = []
+    contexts: list[int] = []  # tokens of each pass that stores keys and values
     with run_engine(smollm2, speculative_config=speculative) as llm:
         recorded = record_drafts(llm)
-        (layer,) = llm.collective_rpc(lambda worker: worker.get_draft_model().model.layers[0])
-        layer.register_forward_hook(
+        (model,) = llm.collective_rpc(lambda worker: worker.get_draft_model().model)
+        model.layers[0].register_forward_hook(
             lambda _, __, given, ___: slots.append(len(given["positions"])), with_kwargs=True
         )
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [
-                SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-                for length in (SHORT, SHORT, LONG)  # the last goes on alone
-            ],
-            use_tqdm=False,
-        )
+        model.fc.register_forward_hook(lambda _, given, __: contexts.append(len(given[0])))
+
+        def add(number: int, length: int) -> None:
+            llm.llm_engine.add_request(
+                str(number),
+                {"prompt_token_ids": prompts[number]},
+                SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True),
+            )
+
+        add(0, LONG)  # drafts alone, then without drafts beside others, then alone again
+        finished: list[Any] = []
+        steps = 0
+        while llm.llm_engine.has_unfinished_requests():
+            finished += [each for each in llm.llm_engine.step() if each.finished]
+            steps += 1
+            if steps == ALONE:
+                add(1, SHORT)
+                add(2, SHORT)
 
     assert slots
     assert set(slots) == {1 + K}, "the layers ran for anchors that nobody drafts from"
-    text = prompts[2] + list(outputs[2].outputs[0].token_ids)
+    idle = len(contexts) - len(slots)
+    assert idle < SHORT / 10, "context was stored at most steps without drafts"
+    assert max(contexts[1:]) > MAX_DEFERRED, "no context had to wait"
+    text = prompts[0] + list(finished[-1].outputs[0].token_ids)
     drafted = [draft for draft in recorded if draft.tokens and draft.length <= len(text)]
-    assert min(draft.length for draft in drafted) >= len(prompts[2]) + SHORT - 1
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    before = [draft for draft in drafted if draft.length < len(prompts[0]) + ALONE * (K + 1)]
+    assert before, "no draft was verified, and so rejected, before the steps without drafts"
+    assert len(before) < len(drafted)
+    target = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     wanted = reference_drafts(
-        Target(model, drafter.config.target_layer_ids),
+        Target(target, drafter.config.target_layer_ids),
         drafter,
         text,
         [draft.length for draft in drafted],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,25 @@ from leadout.engine.vllm_adapter import (
     draft_folder,
     get_forward_context,
     is_usable,
+    model_runner,
     rms_norm,
 )
 from leadout.models import is_left_to_vllm
 
 # Copies of weights that vLLM makes for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
+
+# Tokens whose keys and values may be missing while K = 0. Many more would make the first step that
+# drafts again noticeably longer; with these, a pass costs little more than reading the weights.
+MAX_DEFERRED = 128
+
+
+class ContextTokens(NamedTuple):
+    """Tokens for the drafter's cache, as the target's step produced them."""
+
+    states: Tensor  # [tokens, taps * target hidden size], the input of fc
+    positions: Tensor  # [tokens]
+    slots: Tensor  # [tokens], in the cache; -1 for none
 
 
 def _drafts_nothing() -> bool:
@@ -108,6 +121,15 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         self._folder: Path | None = draft_folder(vllm_config) if has_files else None
         # Of the parameters that a checkpoint's tensors are loaded into.
         self.parameter_formats: dict[str, ParameterFormat] = {}
+        # The order of calls in a step is that of the V1 runner. A connector would copy blocks of
+        # the cache that are not filled yet.
+        self._may_defer = (
+            current_platform.is_cpu()
+            and model_runner(vllm_config) == "V1"
+            and vllm_config.kv_transfer_config is None
+        )
+        self._states: Tensor | None = None  # of this step
+        self._deferred: list[ContextTokens] = []
 
     @property
     def drafter_config(self) -> DrafterConfig:
@@ -128,15 +150,65 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         """Hidden states of the block's slots, [slots, H]; uninitialized if K = 0.
 
         With K = 0 vLLM still runs the block's anchor through the layers but ignores the result. The
-        context's keys and values, which later blocks need, are stored before this pass.
+        context's keys and values, which later blocks need, are stored before this pass, or on a
+        CPU deferred.
         """
-        if _drafts_nothing():
+        drafts_nothing = _drafts_nothing()
+        if not drafts_nothing or sum(len(each.slots) for each in self._deferred) > MAX_DEFERRED:
+            self._store_deferred()
+        if drafts_nothing:
             unused: Tensor = self.model.norm.weight.new_empty(
                 len(positions), self.config.hidden_size
             )
             return unused
         hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
         return hidden
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        """Features [tokens, H] of the target's states [tokens, taps * target hidden size].
+
+        On a CPU they are computed in `forward`, which knows whether this step drafts: at batch 1 to
+        16, a step without drafts would spend most of the drafter's time reading its weights. The
+        result is then a placeholder, which vLLM only passes on.
+        """
+        if not self._may_defer or hidden_states.shape[1:] != (self.model.fc.input_size,):
+            features: Tensor = super().combine_hidden_states(hidden_states)
+            return features
+        self._states = hidden_states
+        return hidden_states.new_empty(()).expand(len(hidden_states), self.config.hidden_size)
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: Tensor,
+        context_positions: Tensor,
+        context_slot_mapping: Tensor | list[Tensor | None] | None = None,
+    ) -> None:
+        states, self._states = self._states, None
+        if states is None:
+            super().precompute_and_store_context_kv(
+                context_states, context_positions, context_slot_mapping
+            )
+            return
+        assert isinstance(context_slot_mapping, Tensor)  # a list is the V2 runner's
+        # Positions and slots are in buffers that the next step overwrites.
+        self._deferred.append(
+            ContextTokens(states, context_positions.clone(), context_slot_mapping.clone())
+        )
+
+    def _store_deferred(self) -> None:
+        """Store the keys and values of all tokens that are in no cache yet."""
+        if not self._deferred:
+            return
+        tokens = ContextTokens(*map(torch.cat, zip(*self._deferred, strict=True)))
+        if len(self._deferred) > 1:
+            # A slot occurs again after a rejected draft, or in another request. The last one
+            # counts; vLLM's kernel would write them in any order.
+            last = {slot: index for index, slot in enumerate(tokens.slots.tolist())}
+            chosen = torch.tensor(list(last.values()))
+            tokens = ContextTokens(*(each[chosen] for each in tokens))
+        self._deferred.clear()
+        features = super().combine_hidden_states(tokens.states)
+        super().precompute_and_store_context_kv(features, tokens.positions, tokens.slots)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Load all tensors of the drafter or none; returns the names of all parameters.

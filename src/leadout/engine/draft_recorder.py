@@ -155,7 +155,7 @@ class DraftRecorder:
             ):
                 until_end.callback(hook.remove)
             wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
-                (draft_model, "precompute_and_store_context_kv", self._wrap_context),
+                (model, "precompute_and_store_context_kv", self._wrap_context),
                 (draft_model, "compute_logits", self._wrap_logits),
             ]
             for layer in model.layers:

@@ -320,6 +320,10 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
                 ("_build_fused_kv_buffers", "self"),
                 ("_build_context_kv_buffers", "self, layers_attn, has_bias"),
                 ("_normalize_context_k", "self, all_k"),
+                (
+                    "precompute_and_store_context_kv",
+                    "self, context_states, context_positions, context_slot_mapping=",
+                ),
             )
         ),
         *_attributes(
@@ -332,6 +336,11 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             for name, parameters in (
                 ("__init__", "self, *, vllm_config, prefix="),
                 ("forward", "self, input_ids, positions, inputs_embeds="),
+                ("combine_hidden_states", "self, hidden_states"),
+                (
+                    "precompute_and_store_context_kv",
+                    "self, context_states, context_positions, context_slot_mapping=",
+                ),
                 ("load_weights", "self, weights"),
                 ("_read_mask_embedding", "self"),
             )
