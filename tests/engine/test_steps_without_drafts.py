@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from leadout.checkpoints import load_drafter
 from leadout.dflash.target import Target
 from leadout.engine.draft_model import MAX_DEFERRED
+from support.drafters import write_random_drafter
 from support.engine_drafts import record_drafts, reference_drafts
 from support.shared import QUICK_DRAFTER, chat_tokens, first_turns
+from support.tiny_targets import drafter_config, write_tiny_target
 
 SHORT, LONG, K = 50, 90, 3
 ALONE = 6  # steps before the others join, and so K = 0
@@ -79,3 +81,28 @@ def test_drafts_after_steps_without_drafts_are_the_references(
         K,
     )
     assert [draft.tokens for draft in drafted] == wanted
+
+
+def test_context_never_waits_where_layers_of_several_kinds_share_the_cache(
+    run_engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A block that one group of layers frees may be another's when the context would be stored."""
+    from vllm import SamplingParams
+
+    target = write_tiny_target(tmp_path / "target", "sliding")
+    config = drafter_config("sliding")
+    speculative = {
+        "method": "dflash",
+        "model": str(write_random_drafter(tmp_path / "drafter", config)),
+        "num_speculative_tokens": config.max_draft_tokens,
+        "num_speculative_tokens_per_batch_size": [[1, 8, 0]],
+    }
+    contexts: list[int] = []
+    with run_engine(target, speculative_config=speculative) as llm:
+        (model,) = llm.collective_rpc(lambda worker: worker.get_draft_model().model)
+        model.fc.register_forward_hook(lambda _, given, __: contexts.append(len(given[0])))
+        prompt = {"prompt_token_ids": [5, 9, 2, 44, 7]}
+        sampling = SamplingParams(temperature=0.0, max_tokens=SHORT, ignore_eos=True)
+        llm.generate([prompt], sampling, use_tqdm=False)
+
+    assert contexts == [5, *[1] * (SHORT - 1)]

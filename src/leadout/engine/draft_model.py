@@ -29,6 +29,7 @@ from leadout.engine.vllm_adapter import (
     DRAFT_CLASS,
     DFlashQwen3ForCausalLM,
     DFlashQwen3Model,
+    all_layers_share_blocks,
     draft_folder,
     get_forward_context,
     is_usable,
@@ -122,11 +123,14 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         # Of the parameters that a checkpoint's tensors are loaded into.
         self.parameter_formats: dict[str, ParameterFormat] = {}
         # The order of calls in a step is that of the V1 runner. A connector would copy blocks of
-        # the cache that are not filled yet.
+        # the cache that are not filled yet. A block that has gone to layers of the target must not
+        # be written any more.
         self._may_defer = (
             current_platform.is_cpu()
             and model_runner(vllm_config) == "V1"
+            and self.model.use_aux_hidden_state
             and vllm_config.kv_transfer_config is None
+            and all_layers_share_blocks(vllm_config)
         )
         self._states: Tensor | None = None  # of this step
         self._deferred: list[ContextTokens] = []

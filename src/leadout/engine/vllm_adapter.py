@@ -345,6 +345,11 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
                 ("_read_mask_embedding", "self"),
             )
         ),
+        *_attributes(f"{_DFLASH}:DFlashQwen3Model", "use_aux_hidden_state fc"),
+        Internal(
+            "vllm.config", "get_layers_from_vllm_config", "vllm_config, layer_type, layer_names="
+        ),
+        *_attributes("vllm.model_executor.layers.attention:Attention", "sliding_window"),
         Internal("vllm._custom_ops", "rms_norm", "out, input, weight, epsilon"),
         Internal("vllm.forward_context", "get_forward_context", ""),
     ),
@@ -501,6 +506,20 @@ def is_dflash(vllm_config: Any) -> bool:
 
 def model_runner(vllm_config: Any) -> Literal["V1", "V2"]:
     return "V2" if vllm_config.use_v2_model_runner else "V1"
+
+
+def all_layers_share_blocks(vllm_config: Any) -> bool:
+    """Whether a block of the KV cache always belongs to one request, in all layers at once.
+
+    So it is if all layers attend to all earlier tokens. Otherwise vLLM forms several groups of
+    layers, and a block that one group frees may be given to another.
+    """
+    from vllm.config import get_layers_from_vllm_config
+
+    base = _found("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase")
+    attention = _found("vllm.model_executor.layers.attention:Attention")
+    layers = get_layers_from_vllm_config(vllm_config, base).values()
+    return all(type(layer) is attention and layer.sliding_window is None for layer in layers)
 
 
 def platform_worker() -> Any:
