@@ -49,6 +49,8 @@ BY_PAGE: dict[str, Allowed] = {
         (r"a quarter of a second", "a rule of leadout.bench"),
         (r"the steps of two engines", "those of the sentence"),
         (r"no pre-shared keys before 3\.13", "a version of Python"),
+        (r"up to 128 tokens and stores", "a limit of leadout.engine.draft_model"),
+        (r"reads 0\.25 GB beside the 16 GB", "arithmetic with bytes of weights"),
     ),
     "docs/howto/check.md": (
         (r"its two models|more than two checks", "a pair of things, not a count"),
@@ -110,6 +112,7 @@ BY_PAGE: dict[str, Allowed] = {
     "docs/live.md": (
         (r"\(0, 1, 3, 7, 15 for blocks of 16\)", "the ladder of K; a test has it"),
         (r"so 1 is a good value|ends below 1", "equal speed"),
+        (r"up to 128 tokens at once", "a limit of leadout.engine.draft_model"),
     ),
     "docs/quickstart.md": (
         (r"has 270 MB|\(1\.1 GB\)", "bytes of weights"),

@@ -9,6 +9,10 @@ in units of the bare step of the same turn, so that a slow second of the machine
 squares fit of these medians, weighted by their numbers of steps, and never decrease in v or k.
 Intervals come from resampling turns.
 
+A server with a drafter that neither verifies nor drafts does more than a bare one. Where its steps
+were shorter all the same, the bare server was slowed down, for example by the memory that its
+weights got, and the shorter steps count as bare.
+
 `fit_acceptance` estimates tokens per step by K. Every request generates the same number of tokens,
 so texts that draft well do not count for more, and every prompt is answered with every K, so that
 resampled prompts compare the same texts.
@@ -106,8 +110,10 @@ def fit_steps(turns: Sequence[Turn], seed: int = 0) -> StepLaw:
             cells[step.verified, step.drafted].append((number, step.seconds / reference))
     medians = {cell: weighted_median(found, counts) for cell, found in cells.items()}
     weights = {cell: _counted(found, counts) for cell, found in cells.items()}
-    verify, draft = _additive(medians, weights)
-    return StepLaw(Sampled(weighted_median(bare, counts)), verify, draft)
+    idle = medians.get((0, 0), np.ones(len(counts)))  # [draws], in steps of the bare server
+    unit = np.where(idle > 0, np.minimum(idle, 1.0), 1.0)
+    verify, draft = _additive({cell: found / unit for cell, found in medians.items()}, weights)
+    return StepLaw(Sampled(weighted_median(bare, counts) * unit), verify, draft)
 
 
 def weighted_median(values: Sequence[tuple[int, float]], counts: Floats) -> Floats:

@@ -118,6 +118,21 @@ def test_prefill_of_one_length_has_no_slope() -> None:
     assert (law.base, law.per_token) == (pytest.approx(0.2), 0)
 
 
+def test_a_slow_bare_server_makes_no_drafts_pay() -> None:
+    turns = [
+        turn.model_copy(update={"bare": [1.4 * seconds for seconds in turn.bare]})
+        for turn in timings(0, noise=0, outliers=0)
+    ]
+    law = fit_steps(turns)
+    idle = verify(0) + draft(0)
+    assert law.draft[0].values[0].item() == pytest.approx(0, abs=1e-9)
+    for k in COUNTS[1:]:
+        step = verify(k) + draft(k)
+        assert law.step(k).values[0].item() == pytest.approx(step / idle)
+        # Compared with the bare server alone, the drafts would seem to cost nothing.
+        assert step / (1.4 * BARE) < step / idle
+
+
 def test_the_cost_of_drafting_is_never_negative() -> None:
     steps = [StepTime(verified=0, drafted=0, seconds=0.9 * BARE)] * 6
     law = fit_steps([Turn(bare=[BARE] * 3, steps=steps)] * 4)
