@@ -98,10 +98,13 @@ def bench_rounds() -> str:
     """What a cell of the bench consists of."""
     used = settings()
     text = f"{used['rounds']} rounds, in which every server runs for {used['seconds']:g} s"
-    runs = result(BENCH)["runs"]
-    fixed = [run["settings"] for name, run in runs.items() if name != CHOSEN]
+    others = {name: run["settings"] for name, run in result(BENCH)["runs"].items()}
+    del others[CHOSEN]
+    fixed = [
+        f"K = {name}: {each['rounds']} of {each['seconds']:g} s" for name, each in others.items()
+    ]
     if fixed:
-        text += f" (fixed lengths: {fixed[0]['rounds']} of {fixed[0]['seconds']:g} s)"
+        text += f" ({', '.join(fixed)})"
     return f"{text}; answers have {used['output_tokens']} tokens. 95% intervals in brackets."
 
 

@@ -25,7 +25,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def interval(found: Any, value: str = "value", digits: int = 2) -> str:
-    """A value with the ends of its 95% interval."""
+    """A value with the ends of its 95% interval, which few rounds do not have."""
+    if found["low"] is None:
+        return f"{found[value]:.{digits}f} (no interval)"
     shown, low, high = (f"{found[name]:.{digits}f}" for name in (value, "low", "high"))
     return f"{shown} ({low} to {high})"
 
