@@ -55,7 +55,7 @@ def make_smollm2(destination: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python examples/make_smollm2.py DESTINATION")
     destination = Path(sys.argv[1])
     if destination.exists():

@@ -81,7 +81,7 @@ def quantize(source: Path, destination: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 3 or sys.argv[1].startswith("-"):
         sys.exit("usage: python examples/quantize_int8.py MODEL_FOLDER DESTINATION")
     source, destination = Path(sys.argv[1]), Path(sys.argv[2])
     if destination.exists():

@@ -41,8 +41,8 @@ from leadout.models import is_left_to_vllm
 # Copies of weights that vLLM makes for one fused projection of the context.
 _DERIVED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 
-# Tokens whose keys and values may be missing while K = 0. Many more would make the first step that
-# drafts again noticeably longer; with these, a pass costs little more than reading the weights.
+# Tokens whose keys and values may be missing while K = 0. A pass over so many is limited by
+# computing, no longer by reading weights; more would only make the step that stores them longer.
 MAX_DEFERRED = 128
 
 
@@ -154,8 +154,8 @@ class LeadoutDFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
         """Hidden states of the block's slots, [slots, H]; uninitialized if K = 0.
 
         With K = 0 vLLM still runs the block's anchor through the layers but ignores the result. The
-        context's keys and values, which later blocks need, are stored before this pass, or on a
-        CPU deferred.
+        context's keys and values, which later blocks need, are stored before this pass; on a CPU a
+        step with K = 0 may leave them to a later one.
         """
         drafts_nothing = _drafts_nothing()
         if not drafts_nothing or sum(len(each.slots) for each in self._deferred) > MAX_DEFERRED:

@@ -10,8 +10,8 @@ squares fit of these medians, weighted by their numbers of steps, and never decr
 Intervals come from resampling turns.
 
 A server with a drafter that neither verifies nor drafts does more than a bare one. Where its steps
-were shorter all the same, the bare server was slowed down, for example by the memory that its
-weights got, and the shorter steps count as bare.
+were shorter all the same, something else slowed the bare server down, and the shorter steps count
+as bare.
 
 `fit_acceptance` estimates tokens per step by K. Every request generates the same number of tokens,
 so texts that draft well do not count for more, and every prompt is answered with every K, so that

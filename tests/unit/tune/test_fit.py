@@ -118,7 +118,7 @@ def test_prefill_of_one_length_has_no_slope() -> None:
     assert (law.base, law.per_token) == (pytest.approx(0.2), 0)
 
 
-def test_a_slow_bare_server_makes_no_drafts_pay() -> None:
+def test_a_slow_bare_server_does_not_make_drafts_look_free() -> None:
     turns = [
         turn.model_copy(update={"bare": [1.4 * seconds for seconds in turn.bare]})
         for turn in timings(0, noise=0, outliers=0)
