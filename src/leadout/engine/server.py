@@ -100,7 +100,9 @@ class Server:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.stop()
+        # The event loop goes on: other servers learn that their requests are cancelled only from
+        # connections that it closes, and would compute while this one frees its memory.
+        await asyncio.to_thread(self.stop)
 
     def start(self) -> None:
         read_end, self._lifeline = os.pipe()

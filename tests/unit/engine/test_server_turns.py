@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from leadout.console import Progress
 from leadout.engine import server_turns
-from leadout.engine.server import free_port
+from leadout.engine.server import Server, free_port
 from leadout.engine.server_turns import (
     KV_SPACE,
     Launch,
@@ -154,3 +154,43 @@ def test_ctrl_c_does_not_wait_for_a_server_to_start(tmp_path: Path) -> None:
 
     asyncio.run(interrupt())
     assert new_processes(before) == []
+
+
+# Stands for a server that takes a second to stop.
+SLOW_TO_STOP = """
+import signal, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+def stop(*_):
+    time.sleep(1)
+    sys.exit()
+
+signal.signal(signal.SIGTERM, stop)
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Healthy).serve_forever()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_connections_are_closed_while_a_server_stops(tmp_path: Path) -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    async def stop() -> int:
+        async with Server([sys.executable, "-c", SLOW_TO_STOP], log=tmp_path / "log"):
+            counting = asyncio.create_task(count_turns())
+            await asyncio.sleep(0.05)
+            before = turns
+        counting.cancel()
+        return turns - before
+
+    assert asyncio.run(stop()) >= 10
