@@ -64,7 +64,7 @@ def runs(pair: tuple[Path, Path], reports: list[str]) -> EngineRuns:
 def test_the_engine_computes_the_drafts_of_the_reference(
     pair: tuple[Path, Path], model: nn.Module, runs: EngineRuns
 ) -> None:
-    found = parity.compare(*pair, model, runs.recorded, torch.float32)
+    found = parity.compare(*pair, model, runs.recorded, torch.float32, torch.float32)
     assert found.blocks == 4 * 3
     assert found.drafts == found.equal_drafts == 12 * K
     assert found.first_difference is None
@@ -139,7 +139,7 @@ def test_the_fault_of_vllms_own_class_on_cpus_is_named(
         recording=Recording(prompts=PROMPTS["some"], blocks=3, path=path),
     )
     run_session(request, lambda _: None)
-    found = parity.compare(target, drafter, model, read_texts(path), torch.float32)
+    found = parity.compare(target, drafter, model, read_texts(path), torch.float32, torch.float32)
     assert found.first_difference == "layer 1 context keys"
     assert found.differences["layer 1 context keys"] > 0.05
     finding = parity.finding_of(found)

@@ -153,10 +153,12 @@ def compare(
     model: nn.Module | ReferenceTarget,
     recorded: Sequence[RecordedText],
     precision: torch.dtype,
+    rounding: torch.dtype,
 ) -> Parity:
     """Compare what the engine recorded with the reference.
 
-    `model` is the target; engine and model run in this precision.
+    `model` is the target; engine and model run in this precision. `rounding` is the type whose
+    rounding explains differences between the target's states.
     """
     rounded = _ReferencePair(target, drafter, precision)
     exact = _ReferencePair(target, drafter, torch.float32)
@@ -183,7 +185,7 @@ def compare(
             equal += int((own_drafts == block.drafts).sum())
     found = {name: differences.found[name] for name in names_in_order(config)}
     allowed = {
-        **{state_name(layer): allowed_in_states(layer, precision) for layer in taps},
+        **{state_name(layer): allowed_in_states(layer, rounding) for layer in taps},
         **{name: allowed_in_drafter(worst, precision) for name, worst in noise.found.items()},
     }
     return Parity(
@@ -196,10 +198,10 @@ def compare(
     )
 
 
-def allowed_in_states(layer_id: int, precision: torch.dtype) -> float:
-    if precision == torch.float32:
+def allowed_in_states(layer_id: int, rounding: torch.dtype) -> float:
+    if rounding == torch.float32:
         return FLOAT32_TOLERANCE
-    return STATES_SPREAD * torch.finfo(precision).eps * math.sqrt(layer_id + 1)
+    return STATES_SPREAD * torch.finfo(rounding).eps * math.sqrt(layer_id + 1)
 
 
 def allowed_in_drafter(noise: float, precision: torch.dtype) -> float:

@@ -121,8 +121,8 @@ class Lossless(_Record):
     texts: int
     equal_texts: int
     divergences: list[Divergence]
-    largest_allowed_gap: float  # 0 in float32: every text must be equal
-    control: BatchControl | None = None  # None in float32 and in results of earlier versions
+    largest_allowed_gap: float  # 0 if every text must be equal: in float32, not quantized
+    control: BatchControl | None = None  # None in that case and in results of earlier versions
 
 
 class PrefixCache(_Record):

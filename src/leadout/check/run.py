@@ -59,7 +59,7 @@ from leadout.engine.offline import (
 )
 from leadout.engine.vllm_flags import engine_arguments
 from leadout.evaluate.prompts import check_prompts, tasks_in_context, without_seen
-from leadout.evaluate.reference import reference_device, reference_target
+from leadout.evaluate.reference import reference_device, reference_target, rounding_of
 from leadout.files import FileError, require_writable, write_text
 from leadout.findings import Finding, Severity, finding, note
 from leadout.models import fingerprint, local_folder
@@ -201,6 +201,7 @@ def _measured(
     longest_prompt = max(len(prompt) for part in asked for prompt in part)
     longest_text = longest_prompt + MAX_TOKENS + draft_tokens
     precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
+    rounding = rounding_of(target, precision)
     reports = 3 + 5 * len(prompts) + len(contexts) + len(modes)
     advance = progress.stage("vLLM with and without the drafter", reports)
     runs = run_engines(
@@ -211,6 +212,7 @@ def _measured(
         draft_tokens=draft_tokens,
         max_length=longest_text,
         dtype=precision,
+        control=rounding != torch.float32,  # in which rounding does not change texts
         bare_only=modes,
         contexts=contexts,
         vllm_flags=settings.vllm_flags,
@@ -230,10 +232,10 @@ def _measured(
         advance = progress.stage("engine against reference", 2)
         same_drafts = None
         if runs.recorded is not None:
-            same_drafts = parity.compare(target, drafter, model, runs.recorded, precision)
+            same_drafts = parity.compare(target, drafter, model, runs.recorded, precision, rounding)
         advance()
         same_texts = lossless.compare_answers(
-            model, prompts, runs.bare, runs.speculative, precision, draft_tokens + 1
+            model, prompts, runs.bare, runs.speculative, rounding, draft_tokens + 1
         )
         if runs.control is not None:
             batches = SESSION_CONCURRENCY, CONTROL_BATCH
@@ -345,7 +347,7 @@ def served_findings(offline: OfflineAcceptance, served: ServedAcceptance) -> lis
 @dataclass(frozen=True, slots=True)
 class EngineRuns:
     bare: TokensBySet  # greedy, without the drafter
-    control: TokensBySet | None  # the same at another batch size; None in float32
+    control: TokensBySet | None  # the same at another batch size, if asked for
     speculative: TokensBySet  # greedy, with it
     served: list[ServedAcceptance]  # greedy, then sampled
     cached: PrefixCache
@@ -362,12 +364,15 @@ def run_engines(
     draft_tokens: int,
     max_length: int,
     dtype: torch.dtype,
+    control: bool = False,
     bare_only: TokensBySet | None = None,
     contexts: TokensBySet | None = None,
     vllm_flags: Sequence[str] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> EngineRuns:
     """Answer the prompts with and without the drafter; `report` is called after each part.
+
+    With `control` they are answered once more without the drafter, at another batch size.
 
     The prompts in `bare_only` are answered without the drafter only, those in `contexts` with the
     drafter only.
@@ -407,7 +412,7 @@ def run_engines(
         speculative = run_session(together, lambda done: report(f"with drafter: {done}"))
         recorded = read_texts(path) if records else None
     passes = [GREEDY]
-    if dtype != torch.float32:  # in which rounding does not change texts
+    if control:
         passes.append(of_prompts(CONTROL))
     alone = alone.model_copy(update={"prompts": prompts | (bare_only or {}), "passes": passes})
     bare = run_session(alone, lambda done: report(f"without drafter: {done}"))

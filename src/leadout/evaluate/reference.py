@@ -134,9 +134,7 @@ def why_not_loaded(
     target: Path, precision: torch.dtype, device: torch.device | None = None
 ) -> str | None:
     """Why the target cannot be loaded in transformers, to run on `device`; None if it can."""
-    config = read_any_config(target)
-    sections = [config, *(each for each in config.values() if isinstance(each, dict))]
-    if any(section.get("quantization_config") for section in sections):
+    if is_quantized(target):
         return "its weights are quantized"
     needed, free = loaded_bytes(target, precision), available_bytes()
     if device is not None and device.type == "cuda":
@@ -145,6 +143,22 @@ def why_not_loaded(
     if needed > MEMORY_SHARE * free:
         return f"it needs {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free"
     return None
+
+
+def is_quantized(target: Path) -> bool:
+    config = read_any_config(target)
+    sections = [config, *(each for each in config.values() if isinstance(each, dict))]
+    return any(section.get("quantization_config") for section in sections)
+
+
+def rounding_of(target: Path, precision: torch.dtype) -> torch.dtype:
+    """The type whose rounding explains how far two computations of the target are apart.
+
+    Kernels for quantized weights often round what they read to 8 bits, in every layer and whatever
+    the precision is. A difference in the last bit of float32, as another number of tokens in a
+    step makes it, then moves single values to the next level, which is as far away as in bfloat16.
+    """
+    return torch.bfloat16 if is_quantized(target) else precision
 
 
 def loaded_bytes(target: Path, precision: torch.dtype) -> int:

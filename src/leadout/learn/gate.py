@@ -36,7 +36,7 @@ from leadout.evaluate.acceptance import (
 )
 from leadout.evaluate.hidden_states import StateSource
 from leadout.evaluate.ranks import empty_device_cache
-from leadout.evaluate.reference import reference_device, reference_target
+from leadout.evaluate.reference import reference_device, reference_target, rounding_of
 from leadout.findings import Finding, Severity
 from leadout.learn.config import CycleSettings, Record
 from leadout.registry import FIRST, RequestAcceptance
@@ -369,6 +369,6 @@ def check_lossless(
             prompts,
             {"held out": bare.answers},
             {"held out": speculative.answers},
-            torch.float32,
+            rounding_of(target, torch.float32),
             drafts + 1,
         )

@@ -38,10 +38,10 @@ def ranked(model: nn.Module) -> Tensor:
 
 
 def compared(
-    model: nn.Module, bare: list[int], drafted: list[int], precision: torch.dtype = torch.bfloat16
+    model: nn.Module, bare: list[int], drafted: list[int], rounding: torch.dtype = torch.bfloat16
 ):
     return compare_answers(
-        model, {"a": [PROMPT]}, {"a": [bare]}, {"a": [drafted]}, precision, PORTION
+        model, {"a": [PROMPT]}, {"a": [bare]}, {"a": [drafted]}, rounding, PORTION
     )
 
 
@@ -76,6 +76,17 @@ def test_a_token_that_the_target_would_not_choose_is_an_error(
     assert finding.name == "not-lossless"
     assert finding.severity is Severity.ERROR
     assert "token 2" in finding.message
+
+
+def test_of_a_quantized_target_only_near_ties_are_allowed(ranked: Tensor) -> None:
+    exact = tiny_llama()  # computed in float32; what it rounds counts as bfloat16
+    tied = [int(token) for token in ranked[150:152]]
+    near = compared(exact, [*ANSWER[:2], tied[0]], [*ANSWER[:2], tied[1]])
+    assert near.divergences
+    assert finding_of(near) is None
+
+    far = compared(exact, [*ANSWER[:2], int(ranked[0])], [*ANSWER[:2], int(ranked[-1])])
+    assert finding_of(far) is not None
 
 
 def test_a_text_cut_short_is_an_error(model: nn.Module) -> None:

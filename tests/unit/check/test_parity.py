@@ -44,6 +44,7 @@ CONFIG = replace(TINY_DRAFTER, target_num_layers=4)
 REDUCED = replace(CONFIG, draft_vocab_size=100, own_embedding=True, own_head=True)
 K = CONFIG.max_draft_tokens
 LENGTH, ANCHORS = 24, (12, 15)
+EXACT = torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def places(text: RecordedText) -> dict[str, Tensor]:
 def test_equal_computation_gives_no_finding(
     target: Path, drafter: Path, model: nn.Module, right: RecordedText
 ) -> None:
-    parity = compare(target, drafter, model, [right], torch.float32)
+    parity = compare(target, drafter, model, [right], EXACT, EXACT)
     assert parity.blocks == len(ANCHORS)
     assert parity.drafts == parity.equal_drafts == len(ANCHORS) * K
     assert parity.first_difference is None
@@ -144,7 +145,7 @@ def test_the_tensor_that_differs_is_named(
     found = places(right)
     for wrong in names_in_order(CONFIG)[names_in_order(CONFIG).index(name) :]:
         found[wrong] *= 1.002
-    parity = compare(target, drafter, model, [right], torch.float32)
+    parity = compare(target, drafter, model, [right], EXACT, EXACT)
     assert parity.first_difference == name
     finding = finding_of(parity)
     assert finding is not None
@@ -157,7 +158,7 @@ def test_a_single_nan_is_found(
     target: Path, drafter: Path, model: nn.Module, right: RecordedText
 ) -> None:
     right.blocks[0].hidden[1][2, 5] = torch.nan
-    parity = compare(target, drafter, model, [right], torch.float32)
+    parity = compare(target, drafter, model, [right], EXACT, EXACT)
     assert parity.first_difference == hidden_name(1)
     assert Parity.model_validate_json(parity.model_dump_json()) == parity
 
@@ -167,7 +168,7 @@ def test_drafts_that_are_not_the_best_of_the_logits_are_an_error(
 ) -> None:
     for block in right.blocks:
         block.drafts[:] = block.drafts.roll(1) + 1
-    parity = compare(target, drafter, model, [right], torch.float32)
+    parity = compare(target, drafter, model, [right], EXACT, EXACT)
     assert parity.first_difference is None
     finding = finding_of(parity)
     assert finding is not None
@@ -180,14 +181,29 @@ def test_rounding_to_bfloat16_is_allowed_and_a_wrong_norm_is_not(
     half = torch.bfloat16
     model = load_model(target, half)
     served = load_drafter(drafter, half)
-    parity = compare(target, drafter, model, [engine_like(target, served, model, half)], half)
+    parity = compare(target, drafter, model, [engine_like(target, served, model, half)], half, half)
     assert parity.first_difference is None
     assert finding_of(parity) is None
 
     first, second = (served.layers[layer].self_attn.k_norm for layer in (0, 1))
     second.weight.data = first.weight.data
-    parity = compare(target, drafter, model, [engine_like(target, served, model, half)], half)
+    parity = compare(target, drafter, model, [engine_like(target, served, model, half)], half, half)
     assert parity.first_difference == keys_name(1)
+
+
+def test_of_a_quantized_target_the_states_may_differ_by_rounding_and_nothing_else(
+    target: Path, drafter: Path, model: nn.Module, right: RecordedText
+) -> None:
+    first = state_name(CONFIG.target_layer_ids[0])
+    found = places(right)
+    found[first] *= 1.01
+    rounded = compare(target, drafter, model, [right], EXACT, torch.bfloat16)
+    assert rounded.first_difference == FEATURES  # in float32, of the states that were recorded
+    assert compare(target, drafter, model, [right], EXACT, EXACT).first_difference == first
+
+    found[first] *= 1.1
+    wrong = compare(target, drafter, model, [right], EXACT, torch.bfloat16)
+    assert wrong.first_difference == first
 
 
 def test_a_reduced_vocabulary_in_the_wrong_order_is_found(
@@ -202,13 +218,13 @@ def test_a_reduced_vocabulary_in_the_wrong_order_is_found(
     served = load_drafter(tmp_path / "reduced", torch.float32)
     text = engine_like(target, served, model)
     assert (
-        compare(target, tmp_path / "reduced", model, [text], torch.float32).first_difference is None
+        compare(target, tmp_path / "reduced", model, [text], EXACT, EXACT).first_difference is None
     )
 
     assert served.d2t is not None
     served.d2t[:] = torch.arange(100)
     text = engine_like(target, served, model)
-    parity = compare(target, tmp_path / "reduced", model, [text], torch.float32)
+    parity = compare(target, tmp_path / "reduced", model, [text], EXACT, EXACT)
     assert parity.first_difference == LOGITS
 
 

@@ -62,6 +62,30 @@ def test_check_passes_them_to_both_engines(monkeypatch: pytest.MonkeyPatch) -> N
     assert speculative.recording is None  # the drafter runs in other processes
 
 
+@pytest.mark.parametrize("control", [False, True])
+def test_the_control_is_another_batch_size_without_the_drafter(
+    monkeypatch: pytest.MonkeyPatch, control: bool
+) -> None:
+    sessions = FakeSessions(2)
+    monkeypatch.setattr(check_run, "run_session", sessions)
+    with pytest.raises(StopError):
+        check_run.run_engines(
+            Path("target"),
+            Path("drafter"),
+            PROMPTS,
+            max_tokens=4,
+            draft_tokens=3,
+            max_length=64,
+            dtype=torch.float32,
+            control=control,
+            vllm_flags=FLAGS,
+        )
+    speculative, bare = sessions.requests
+    batches = [each.batch for each in bare.passes]
+    assert batches == ([None, check_run.CONTROL_BATCH] if control else [None])
+    assert all(each.batch is None for each in speculative.passes)
+
+
 def test_drafts_are_recorded_in_an_engine_of_one_worker() -> None:
     assert can_record("target", [])
     assert can_record("target", ["--quantization", "fp8", "-tp", "1"])

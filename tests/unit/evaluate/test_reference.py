@@ -13,7 +13,13 @@ import torch
 from leadout.dflash.target import Observation
 from leadout.evaluate import reference
 from leadout.evaluate.hidden_states import Indexed, LoadedTarget, load_model
-from leadout.evaluate.reference import ServedTarget, loaded_bytes, reference_target, why_not_loaded
+from leadout.evaluate.reference import (
+    ServedTarget,
+    loaded_bytes,
+    reference_target,
+    rounding_of,
+    why_not_loaded,
+)
 from leadout.evaluate.target_weights import TargetFiles, load_final_norm, load_target_weights
 
 TOKENS = [5, 6, 7, 8, 9, 10]
@@ -62,6 +68,12 @@ def test_a_quantized_target_is_not_loaded(tmp_path: Path, section: str) -> None:
     config = {section: quantized} if section else quantized
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert why_not_loaded(tmp_path, torch.float32) == "its weights are quantized"
+    assert rounding_of(tmp_path, torch.float32) == torch.bfloat16
+
+
+def test_a_target_that_is_not_quantized_rounds_as_its_precision(target_folder: Path) -> None:
+    for precision in (torch.float32, torch.bfloat16, torch.float16):
+        assert rounding_of(target_folder, precision) == precision
 
 
 def test_a_served_target_has_the_scores_and_states_of_a_loaded_one(target_folder: Path) -> None:
