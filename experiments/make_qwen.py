@@ -21,6 +21,7 @@ from common import ROOT, write_result
 RESULTS = ROOT / "results" / "make"
 SETTINGS = ROOT / "examples" / "qwen2.5-coder-drafter.yaml"
 SETS = ("mbpp_train", "code_train")
+ENDED = (0, 1, 3)  # with a result, whatever it is
 
 
 def main() -> None:
@@ -43,6 +44,8 @@ def main() -> None:
         *([] if arguments.run else ["--plan"]),
     ]
     done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True)
+    if done.returncode not in ENDED:
+        sys.exit(done.returncode)
     printed = json.loads(done.stdout)
     found: dict[str, Any] = {
         "hours": arguments.hours,

@@ -191,14 +191,24 @@ def estimated_speed(subject: Subject, times: ProductTimes, gain: float = 1.0) ->
     )
 
 
-def measured_speed(subject: Subject, costs: Tuned, gain: float = 1.0) -> Speed:
-    """From the steps of a server without a drafter; larger batches are extrapolated."""
+def measured_speed(subject: Subject, costs: Tuned, times: ProductTimes, gain: float = 1.0) -> Speed:
+    """From the steps of a server without a drafter.
+
+    Larger batches and longer prompts than measured are not faster than the estimate: a few points
+    close to each other may show no cost of a token at all.
+    """
 
     def rate(requests: int) -> float:
-        return requests / costs.costs().bare_seconds(requests)
+        seconds = costs.costs().bare_seconds(requests)
+        if requests > max(costs.verify):
+            seconds = max(seconds, times.forward_seconds(subject.target_bytes, requests))
+        return requests / seconds
 
     operations = 2 * subject.sizes.active_parameters * PREFILL_TOKENS
-    seconds = max(costs.prefill_bare.seconds(PREFILL_TOKENS), 1e-6)
+    seconds = max(
+        costs.prefill_bare.seconds(PREFILL_TOKENS),
+        times.forward_seconds(subject.target_bytes, PREFILL_TOKENS),
+    )
     return Speed(
         measured=True,
         answer_tokens_per_second=rate(CONCURRENCY),
@@ -207,10 +217,14 @@ def measured_speed(subject: Subject, costs: Tuned, gain: float = 1.0) -> Speed:
     )
 
 
-def measured_times(subject: Subject, costs: Tuned) -> ProductTimes:
+def measured_times(subject: Subject, costs: Tuned, times: ProductTimes) -> ProductTimes:
+    """With the time of one token measured, and that of further ones where they were."""
     law, largest = costs.costs(), max(costs.verify)
     one, many = law.bare_seconds(1), law.bare_seconds(largest)
-    return ProductTimes.of_passes(max(subject.target_bytes, 1), one, many, largest)
+    found = ProductTimes.of_passes(max(subject.target_bytes, 1), one, many, largest)
+    if largest > 1:
+        return found
+    return dataclasses.replace(found, per_token=times.per_token)
 
 
 def make_plan(

@@ -146,7 +146,7 @@ def make(
         if state is None:
             state = ready.fresh
             state.write(settings.out)
-        return _Maker(ready, state, progress, runner).run()
+        return _Maker(ready, state, progress, runner, clock).run()
 
 
 def _say(progress: Progress, text: str) -> None:
@@ -181,18 +181,27 @@ def _earlier(ready: Preparation) -> MakeState | None:
 
 
 def _estimate(ready: Preparation, clock: Clock) -> MakePlan:
-    times = clock("float32" if ready.settings.dtype == "float32" else BFLOAT16)
+    times = _product_times(ready.settings, clock)
     speed = estimated_speed(ready.subject, times, training_gain(ready.settings.dtype))
     return make_plan(ready.settings, ready.subject, speed, times)
 
 
+def _product_times(settings: MakeSettings, clock: Clock) -> ProductTimes:
+    return clock("float32" if settings.dtype == "float32" else BFLOAT16)
+
+
 class _Maker:
     def __init__(
-        self, ready: Preparation, state: MakeState, progress: Progress, runner: Runner
+        self,
+        ready: Preparation,
+        state: MakeState,
+        progress: Progress,
+        runner: Runner,
+        clock: Clock,
     ) -> None:
         self._settings, self._subject, self._state = ready.settings, ready.subject, state
         self._places = Places(ready.settings.out)
-        self._progress, self._runner = progress, runner
+        self._progress, self._runner, self._clock = progress, runner, clock
 
     def run(self) -> MakeResult:
         settings, places = self._settings, self._places
@@ -232,8 +241,9 @@ class _Maker:
     def _plan(self, costs: Tuned) -> MakePlan:
         if self._state.plan is not None:  # data may have been started with its sizes
             return self._state.plan
-        speed = measured_speed(self._subject, costs, training_gain(self._settings.dtype))
-        times = measured_times(self._subject, costs)
+        products = _product_times(self._settings, self._clock)
+        speed = measured_speed(self._subject, costs, products, training_gain(self._settings.dtype))
+        times = measured_times(self._subject, costs, products)
         spent = self._state.seconds.get("costs", 0.0)
         planned = make_plan(self._settings, self._subject, speed, times, spent)
         _say(self._progress, planned.text().partition("\n")[2])  # without the stage that is done

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from leadout.control.tuned_file import PrefillLaw
 from leadout.make import plan
 from leadout.make.plan import (
     ANSWER_TOKENS,
@@ -42,6 +43,7 @@ SIZES = TargetSizes(
     tied=True,
 )
 TIMES = ProductTimes(one=0.005, per_token=0.0001)
+FAST = ProductTimes(one=1e-6, per_token=1e-8)  # slower than measured nowhere
 SPEED = Speed(
     measured=True,
     answer_tokens_per_second=400.0,
@@ -170,17 +172,36 @@ def test_speeds_and_times_from_measured_steps(folder: Path) -> None:
     costs = a_tuning([0.5] * 3, step_seconds=0.04)  # at every batch size
     settings = MakeSettings(target="t", out=folder / "out")
     subject = Subject(folder, SIZES, settings.training())
-    speed = measured_speed(subject, costs)
+    speed = measured_speed(subject, costs, FAST)
     assert speed.measured
     assert speed.answer_tokens_per_second == pytest.approx(CONCURRENCY / 0.04)
     prefill = 0.02 + 0.0005 * PREFILL_TOKENS
     operations = 2 * SIZES.active_parameters * PREFILL_TOKENS / prefill
     assert speed.operations_per_second == pytest.approx(operations)
-    training = measured_speed(subject, costs, gain=3.0)
+    training = measured_speed(subject, costs, FAST, gain=3.0)
     assert training.operations_per_second == pytest.approx(3 * operations)
-    times = measured_times(subject, costs)
+    times = measured_times(subject, costs, FAST)
     assert times.forward_seconds(16 << 20, 1) == pytest.approx(0.04)
     assert times.forward_seconds(16 << 20, 16) == pytest.approx(0.04)
+
+
+def test_what_was_not_measured_is_not_faster_than_the_estimate(folder: Path) -> None:
+    # One request at a time with prompts of one length: no cost of a further token was seen.
+    flat = PrefillLaw(base=0.05, per_token=0.0)
+    costs = a_tuning([0.5] * 3, step_seconds=0.04, batches=(1,))
+    costs = costs.model_copy(update={"prefill_bare": flat})
+    subject = Subject(folder, SIZES, MakeSettings(target="t", out=folder / "out").training())
+    slow = ProductTimes(one=0.001, per_token=0.0005)
+    speed = measured_speed(subject, costs, slow)
+    step = slow.forward_seconds(16 << 20, CONCURRENCY)
+    assert step > 0.04
+    assert speed.answer_tokens_per_second == pytest.approx(CONCURRENCY / step)
+    estimated = estimated_speed(subject, slow)
+    assert speed.operations_per_second == pytest.approx(estimated.operations_per_second)
+    times = measured_times(subject, costs, slow)
+    assert times.forward_seconds(16 << 20, 1) == pytest.approx(0.04)
+    further = slow.forward_seconds(16 << 20, 16) - slow.forward_seconds(16 << 20, 1)
+    assert times.forward_seconds(16 << 20, 16) == pytest.approx(0.04 + further)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
