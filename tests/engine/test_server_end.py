@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from leadout.engine import server
 from leadout.engine.child_process import EngineError
 from leadout.engine.server import Server, server_command
 from support.processes import family_of, new_processes, wait_until_gone
@@ -25,6 +27,7 @@ def test_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) ->
 # Starts a server and stays, like a test run or a command that needs one.
 OWNER = """
 import sys
+import time
 from pathlib import Path
 from leadout.engine.server import Server, server_command
 target, log, *flags = sys.argv[1:]
@@ -32,6 +35,27 @@ with Server(server_command(target, flags), log=Path(log)):
     print("healthy", flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_server_that_does_not_end_costs_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "STOP_SECONDS", 0.5)
+    # It ignores SIGTERM: the guard waits for it longer than its owner waits for the guard.
+    stays = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    running = Server([sys.executable, "-c", stays], log=tmp_path / "log")
+    running.start()
+    guard = running._guard
+    assert guard is not None
+    while "ready" not in running.log.read_text():
+        time.sleep(0.1)
+    running.stop()
+    assert "has not ended after" in caplog.text
+    assert str(tmp_path / "log") in caplog.text
+    guard.wait(60)  # which kills it after its grace
 
 
 def test_killing_its_owner_leaves_no_server_behind(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from leadout.engine.step_records import RecordedSteps, RoundTag, round_option, s
 from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import fingerprint
 from leadout.tune.run import Subject, measure, prepare, summarize
-from leadout.tune.settings import TuneSettings
+from leadout.tune.settings import TuneError, TuneSettings
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.gpu_resolution import run_on_fake_gpu
 from support.tiny_chat import MASK_TOKEN, write_tiny_chat_target
@@ -73,6 +73,24 @@ def measured(pair: tuple[Path, Path]) -> CalibrationResult:
 def tuned(pair: tuple[Path, Path], measured: CalibrationResult) -> Tuned:
     target, drafter = (Model(name=str(path), fingerprint=fingerprint(path)) for path in pair)
     return summarize(measured, Subject(target, drafter, MAX_K + 1, FLAGS))
+
+
+def test_a_batch_size_that_was_never_whole_is_left_out(
+    pair: tuple[Path, Path], measured: CalibrationResult, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, drafter = (Model(name=str(path), fingerprint=fingerprint(path)) for path in pair)
+    subject = Subject(target, drafter, MAX_K + 1, FLAGS)
+    never = [
+        each.model_copy(update={"batch": 8, "turns": []})
+        for each in measured.rounds
+        if each.batch == MAX_BATCH
+    ]
+    found = summarize(measured.model_copy(update={"rounds": [*measured.rounds, *never]}), subject)
+    assert sorted(found.verify) == [1, 2]
+    assert found.max_batch == MAX_BATCH
+    assert "never decoded 8 requests at a time" in caplog.text
+    with pytest.raises(TuneError, match="never decoded a full batch"):
+        summarize(measured.model_copy(update={"rounds": never}), subject)
 
 
 def test_the_servers_are_those_of_the_flags(

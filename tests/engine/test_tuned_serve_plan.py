@@ -24,9 +24,11 @@ from leadout.engine.tuned_plan import (
 )
 from leadout.engine.vllm_flags import vllm_config_of
 from leadout.models import ModelNotFoundError, fingerprint
+from leadout.registry import Registry
 from leadout.settings import SettingsError
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.tuned_files import a_tuning
+from support.version_registry import publish
 
 GOOD, USELESS = [0.9, 0.85, 0.8, 0.8], [0.02, 0.0, 0.0, 0.0]
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "32", "--dtype", "bfloat16")
@@ -122,6 +124,39 @@ def test_a_file_of_another_pair_is_refused(
     tuned = tuning_of(target, drafter, GOOD).model_copy(update={role: other})
     with pytest.raises(SettingsError, match=f"for the {role} another .*leadout tune"):
         plan_of(tuned, tmp_path, target, drafter)
+
+
+def test_a_later_version_of_a_registry_is_served_with_the_file_of_an_earlier_one(
+    target: Path, tmp_path: Path
+) -> None:
+    registry = Registry(tmp_path / "registry")
+    for seed in (0, 1):
+        publish(registry, target, tmp_path, seed=seed)
+    first = tuning_of(target, registry.path(1), GOOD)
+    path = tmp_path / "tuned.json"
+
+    def planned(tuned: Tuned, version: int) -> Plan:
+        registry.point_to(version, "the test")
+        write_tuned(tuned, path)
+        settings = ServeSettings(
+            target=str(target), registry=registry.folder, vllm_flags=FLAGS, tuned=path
+        )
+        return make_plan(settings)
+
+    def on_version(plan: Plan) -> list[str]:
+        return [note for note in plan.notes if "with this version of the registry" in note]
+
+    assert on_version(planned(first, 1)) == []
+    plan = planned(first, 2)  # promoted since; a restart must not be refused
+    (note,) = on_version(plan)
+    assert "acceptance may differ" in note
+    assert speculation_in(plan)["num_speculative_tokens"] == first.max_drafts
+
+    other = Model(name="another", fingerprint="0" * 64)
+    with pytest.raises(SettingsError, match=r"for the target another .*leadout tune"):
+        planned(first.model_copy(update={"target": other}), 2)
+    with pytest.raises(SettingsError, match=r"for the drafter .*leadout tune"):
+        planned(first.model_copy(update={"block_size": first.block_size + 3}), 2)
 
 
 def test_a_second_draft_length_is_refused(target: Path, drafter: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def _measured(
     longest_prompt = max(len(prompt) for part in asked for prompt in part)
     longest_text = longest_prompt + MAX_TOKENS + draft_tokens
     precision: torch.dtype = getattr(torch, served_dtype(target, settings.dtype))
-    rounding = rounding_of(target, precision)
+    rounding = rounding_of(target, precision, settings.vllm_flags)
     reports = 3 + 5 * len(prompts) + len(contexts) + len(modes)
     advance = progress.stage("vLLM with and without the drafter", reports)
     runs = run_engines(
@@ -218,7 +218,8 @@ def _measured(
         vllm_flags=settings.vllm_flags,
         report=lambda _: advance(),
     )
-    device = reference_device(target, precision)  # the engines have ended and freed it
+    # The engines have ended and freed it.
+    device = reference_device(target, precision, settings.vllm_flags)
     with reference_target(
         target,
         {*layers_needed(checkpoint.config, facts.num_layers), *checkpoint.config.target_layer_ids},

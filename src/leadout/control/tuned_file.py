@@ -276,15 +276,25 @@ class Tuned(_Part):
 
     def require_pair(self, target: Path, drafter: Path) -> None:
         """Refuse a file that was measured with other models."""
-        sides = (("target", self.target, target), ("drafter", self.drafter, drafter))
-        for role, measured, folder in sides:
-            found = fingerprint(folder)
-            if found != measured.fingerprint:
-                raise SettingsError(
-                    f"--tuned: the file is for the {role} {measured.name} "
-                    f"({measured.fingerprint[:12]}), not for {folder} ({found[:12]}). Run "
-                    f"`leadout tune {target} {drafter}`."
-                )
+        again = f"`leadout tune {target} {drafter}`"
+        _require_same("target", self.target, target, again)
+        _require_same("drafter", self.drafter, drafter, again)
+
+    def notes_on_version(self, target: Path, drafter: Path, block_size: int) -> list[str]:
+        """What to know if the drafter is a version of a registry; another target is refused.
+
+        Versions replace each other while servers run, and have the same shape, on which the costs
+        depend. So a restart with a later version than the measured one is no reason to refuse.
+        """
+        if fingerprint(drafter) == self.drafter.fingerprint or block_size != self.block_size:
+            self.require_pair(target, drafter)
+            return []
+        _require_same("target", self.target, target, f"`leadout tune {target} {drafter}`")
+        return [
+            f"--tuned: measured with the drafter {self.drafter.name}, not with this version of the "
+            "registry; steps take as long if it has the same shape, but acceptance may differ. "
+            "Tune again, or use --live, which follows acceptance"
+        ]
 
     def break_even_length(self, batch: int, k: int) -> float:
         """The acceptance length at which a step with K drafts pays for itself."""
@@ -315,6 +325,15 @@ class Tuned(_Part):
 
 def _values(curves: CostCurves) -> dict[int, dict[int, float]]:
     return {batch: {x: y.value for x, y in curve.items()} for batch, curve in curves.items()}
+
+
+def _require_same(role: str, measured: Model, folder: Path, again: str) -> None:
+    found = fingerprint(folder)
+    if found != measured.fingerprint:
+        raise SettingsError(
+            f"--tuned: the file is for the {role} {measured.name} ({measured.fingerprint[:12]}), "
+            f"not for {folder} ({found[:12]}). Run {again}."
+        )
 
 
 def write_tuned(tuned: Tuned, path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import resource
 import select
@@ -43,6 +44,9 @@ EXIT_SECONDS = 30.0  # for a child to exit after its last request
 _TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # Replies of a child, one per line: the kind, a space, then text (progress) or JSON.
 _RESULT, _PROGRESS, _ERROR = "result", "progress", "error"
+_TRITON_FLOAT32 = "TRITON_F32_DEFAULT"
+
+logger = logging.getLogger("leadout")
 
 Report = Callable[[str], None]
 Request = TypeVar("Request", bound=BaseModel)
@@ -62,6 +66,17 @@ class Message(BaseModel):
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for a process that runs vLLM."""
     return {name: value for name, value in environment.items() if not name.startswith(_TORCHRUN)}
+
+
+def exact_environment(dtype: str) -> dict[str, str]:
+    """Variables for an engine in this type whose results are compared with others.
+
+    Triton computes products of float32 in TF32 unless told otherwise, whose rounding is far larger
+    than the differences that are looked for in float32.
+    """
+    if dtype != "float32":
+        return {}
+    return {_TRITON_FLOAT32: os.environ.get(_TRITON_FLOAT32, "ieee")}
 
 
 def ignore_progress(_: str) -> None:
@@ -159,8 +174,11 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            if self._process.wait(EXIT_SECONDS) != 0:
-                raise self._death()
+            if (code := self._process.wait(EXIT_SECONDS)) != 0:
+                # Its results are complete; on GPUs libraries may fail when an engine is torn down.
+                self._temporary_log = None  # the message names it
+                what = f"{self._name} {ending(code)}"
+                logger.warning("%s, after its result. Its log: %s", what, self._log)
 
     def _death(self, why: str | None = None) -> EngineError:
         assert self._log is not None
@@ -171,10 +189,14 @@ class Child:
 
 
 def run_module(
-    module: str, request: BaseModel, result: type[Result], report: Report = ignore_progress
+    module: str,
+    request: BaseModel,
+    result: type[Result],
+    report: Report = ignore_progress,
+    environment: Mapping[str, str] | None = None,
 ) -> Result:
     """One request to a module in its own process."""
-    with Child(module) as child:
+    with Child(module, environment=environment) as child:
         return child.call(request, result, report)
 
 

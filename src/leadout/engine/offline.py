@@ -29,6 +29,7 @@ from leadout.engine.child_process import (
     Message,
     Report,
     answer_requests,
+    exact_environment,
     ignore_progress,
     run_module,
 )
@@ -352,7 +353,8 @@ def can_record(target: str, vllm_flags: Sequence[str]) -> bool:
 
 def run_session(request: SessionRequest, report: Report = ignore_progress) -> SessionResult:
     """Run a session in a child process."""
-    return run_module(__spec__.name, request, SessionResult, report)
+    environment = exact_environment(request.dtype)
+    return run_module(__spec__.name, request, SessionResult, report, environment)
 
 
 def _run_session_here(request: SessionRequest, report: Report) -> SessionResult:

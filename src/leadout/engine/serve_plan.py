@@ -221,7 +221,12 @@ class _Planner:
         ]
         if self._tuned is not None:
             require_no_draft_length(self._speculation)
-            self._tuned.require_pair(self._target_folder("--tuned"), checkpoint.path)
+            measured_with = self._target_folder("--tuned"), checkpoint.path
+            if settings.registry is None:
+                self._tuned.require_pair(*measured_with)
+            else:
+                block_size = checkpoint.config.block_size
+                notes += self._tuned.notes_on_version(*measured_with, block_size)
         flags = self._fitting_flags(drafter, checkpoint)
         if not any(map(is_speculation, flags)):
             return self._without_drafter(flags)

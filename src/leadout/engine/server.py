@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import logging
 import os
 import random
 import signal
@@ -36,6 +37,8 @@ POLL_SECONDS = 0.25
 HEALTH_SECONDS = 10.0  # for one answer; a busy machine is slow, not unhealthy
 # For the guard: its grace, and then the kernel, which frees the memory of killed processes.
 STOP_SECONDS = 300.0
+
+logger = logging.getLogger("leadout")
 
 
 def server_command(model: str | Path, arguments: Sequence[str]) -> list[str]:
@@ -157,9 +160,19 @@ class Server:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
-        if self._guard is not None:
-            self._guard.wait(STOP_SECONDS)
-            self._guard = None
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            try:
+                guard.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                # What was measured is not lost because a process does not end: the guard goes on.
+                logger.warning(
+                    "The server (process %d) has not ended after %.0f s, and may still hold "
+                    "memory. Its log: %s",
+                    guard.pid,
+                    STOP_SECONDS,
+                    self.log,
+                )
 
     def pause(self) -> None:
         """Stop all processes of the server until `resume`; they keep their memory and sockets."""

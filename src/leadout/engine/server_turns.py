@@ -34,6 +34,8 @@ from leadout.engine.load_test import (
     read_counters,
 )
 from leadout.engine.server import Server
+from leadout.errors import LeadoutError
+from leadout.pairing import read_sizes, read_target
 from leadout.provenance import THREADS
 
 if TYPE_CHECKING:
@@ -166,8 +168,10 @@ def choose_turns(
         if not torch.cuda.is_available() or (asked and servers * float(asked) > _GPU_MEMORY):
             return "single"
         free, _ = torch.cuda.mem_get_info()
-        # A cache that is divided holds fewer requests; a tenth of the memory is left to each.
-        own = _WEIGHT_FACTOR * weights / devices_of(flags)
+        # A cache that is divided holds fewer requests, but vLLM starts only if the longest one
+        # fits; a tenth of the memory is left to each besides.
+        own = _WEIGHT_FACTOR * weights + _longest_request_bytes(folders[0], flags)
+        own /= devices_of(flags)
         fits = servers * (own + 0.1 * free) < free
         return "waves" if fits else "single"
     cache = float(os.environ.get(KV_SPACE, SMALL_KV_SPACE)) * _GIB
@@ -176,6 +180,19 @@ def choose_turns(
     if needed >= available_bytes():
         return "single"
     return "slices" if can_stop else "waves"
+
+
+def _longest_request_bytes(target: Path, flags: Sequence[str]) -> float:
+    """The KV cache of one request of the maximum length, with that of a drafter; 0: not known."""
+    try:
+        per_token = read_sizes(target).kv_values_per_token
+        longest = read_target(target).max_positions
+    except LeadoutError:
+        return 0.0
+    asked = flag_value(flags, "--max-model-len")
+    if asked is not None and asked.isdecimal():
+        longest = int(asked)
+    return _WEIGHT_FACTOR * 2.0 * per_token * (longest or 0)
 
 
 def devices_of(flags: Sequence[str]) -> int:

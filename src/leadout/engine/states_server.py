@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from leadout.engine.child_process import GUARD_REMOVES
+from leadout.engine.child_process import GUARD_REMOVES, exact_environment
 from leadout.engine.load_test import flag_value
 from leadout.engine.process_folders import SHARED_MEMORY
 from leadout.engine.server import Server
@@ -55,7 +55,11 @@ def states_server(
         server = Server(
             command,
             log=Path(log),
-            environment={**machine_environment(), GUARD_REMOVES: str(folder)},
+            environment={
+                **machine_environment(),
+                **exact_environment(dtype),
+                GUARD_REMOVES: str(folder),
+            },
             startup_seconds=STARTUP_SECONDS,
         )
         with server:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from leadout.checkpoints.store import read_header
 from leadout.dflash.target import Observation
+from leadout.engine.load_test import flag_value
 from leadout.engine.server_turns import available_bytes
 from leadout.engine.states_server import states_server
 from leadout.evaluate.blocks import TrainingSequence
@@ -35,6 +36,8 @@ from leadout.pairing.target import read_any_config
 
 # Of the memory that is free, what a target may take: texts and their states need some, too.
 MEMORY_SHARE = 0.8
+_QUANTIZED = ("quantization_config", "compression_config")  # in config.json
+_MODELOPT = "hf_quant_config.json"  # where earlier versions of ModelOpt say it
 
 
 class ServedTarget:
@@ -100,7 +103,11 @@ def reference_target(
     With `exact`, running servers of states in FP8 are refused.
     """
     device = device or torch.device("cpu")
-    if not urls and not served and why_not_loaded(target, precision) is None:
+    if not urls and not served:
+        # One that does not fit on a GPU would take hours on the processor beside it.
+        gpu = torch.device("cuda") if torch.cuda.is_available() else None
+        served = why_not_loaded(target, precision, gpu, vllm_flags) is not None
+    if not urls and not served:
         yield LoadedTarget(load_model(target, precision).to(device))
         return
     layers = sorted(set(layer_ids))
@@ -119,22 +126,30 @@ def reference_target(
         yield ServedTarget(states, layers, weights)
 
 
-def reference_device(target: Path, precision: torch.dtype) -> torch.device:
+def reference_device(
+    target: Path, precision: torch.dtype, vllm_flags: Sequence[str] = ()
+) -> torch.device:
     """The device for a reference: the GPU, if there is one and the target can be loaded on it.
 
     A target that cannot be loaded is served, and its server needs the GPU for itself.
     """
     gpu = torch.device("cuda")
-    if torch.cuda.is_available() and why_not_loaded(target, precision, gpu) is None:
+    if torch.cuda.is_available() and why_not_loaded(target, precision, gpu, vllm_flags) is None:
         return gpu
     return torch.device("cpu")
 
 
 def why_not_loaded(
-    target: Path, precision: torch.dtype, device: torch.device | None = None
+    target: Path,
+    precision: torch.dtype,
+    device: torch.device | None = None,
+    vllm_flags: Sequence[str] = (),
 ) -> str | None:
-    """Why the target cannot be loaded in transformers, to run on `device`; None if it can."""
-    if is_quantized(target):
+    """Why the target cannot be loaded in transformers, to run on `device`; None if it can.
+
+    `vllm_flags` are those of the engines that it is compared with.
+    """
+    if is_quantized(target, vllm_flags):
         return "its weights are quantized"
     needed, free = loaded_bytes(target, precision), available_bytes()
     if device is not None and device.type == "cuda":
@@ -145,20 +160,27 @@ def why_not_loaded(
     return None
 
 
-def is_quantized(target: Path) -> bool:
+def is_quantized(target: Path, vllm_flags: Sequence[str] = ()) -> bool:
+    """Whether vLLM computes with quantized weights: by the target's files, or by these flags."""
+    if flag_value(vllm_flags, "--quantization", "-q") is not None:
+        return True
+    if (target / _MODELOPT).is_file():
+        return True
     config = read_any_config(target)
     sections = [config, *(each for each in config.values() if isinstance(each, dict))]
-    return any(section.get("quantization_config") for section in sections)
+    return any(section.get(name) for section in sections for name in _QUANTIZED)
 
 
-def rounding_of(target: Path, precision: torch.dtype) -> torch.dtype:
+def rounding_of(
+    target: Path, precision: torch.dtype, vllm_flags: Sequence[str] = ()
+) -> torch.dtype:
     """The type whose rounding explains how far two computations of the target are apart.
 
     Kernels for quantized weights often round what they read to 8 bits, in every layer and whatever
     the precision is. A difference in the last bit of float32, as another number of tokens in a
     step makes it, then moves single values to the next level, which is as far away as in bfloat16.
     """
-    return torch.bfloat16 if is_quantized(target) else precision
+    return torch.bfloat16 if is_quantized(target, vllm_flags) else precision
 
 
 def loaded_bytes(target: Path, precision: torch.dtype) -> int:

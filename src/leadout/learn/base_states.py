@@ -166,7 +166,7 @@ def _compute(request: BaseRequest, report: Report) -> _Made:
         (place, to_sequence(samples[index], request.max_length))
         for place, index in enumerate(request.indices)
     ]
-    device = reference_device(target, precision)
+    device = reference_device(target, precision, request.vllm_flags)
     computed = compute_dtype(precision, device)
     where = TrainConfig(states_from=request.states_from, precision=request.precision)
     longest = max(len(sequence) for _, sequence in items)

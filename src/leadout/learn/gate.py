@@ -24,7 +24,7 @@ from pydantic import Field
 from leadout.check import lossless
 from leadout.check.lossless import compare_answers
 from leadout.check.result import Lossless
-from leadout.check.static import static_findings
+from leadout.check.static import served_dtype, static_findings
 from leadout.checkpoints import Checkpoint, CheckpointError, read_checkpoint
 from leadout.console import Progress
 from leadout.control.rollback import Acceptance, Tally
@@ -36,7 +36,12 @@ from leadout.evaluate.acceptance import (
 )
 from leadout.evaluate.hidden_states import StateSource
 from leadout.evaluate.ranks import empty_device_cache
-from leadout.evaluate.reference import reference_device, reference_target, rounding_of
+from leadout.evaluate.reference import (
+    is_quantized,
+    reference_device,
+    reference_target,
+    rounding_of,
+)
 from leadout.findings import Finding, Severity
 from leadout.learn.config import CycleSettings, Record
 from leadout.registry import FIRST, RequestAcceptance
@@ -335,7 +340,13 @@ def check_lossless(
     urls: Sequence[str] = (),
     vllm_flags: Sequence[str] = (),
 ) -> Lossless:
-    """Compare vLLM's greedy float32 answers with and without the drafter, in child processes."""
+    """Compare vLLM's greedy answers with and without the drafter, in child processes.
+
+    They are written in float32, or, since vLLM has few kernels in float32 for quantized weights, in
+    the precision of a target that has these.
+    """
+    dtype = served_dtype(target, "auto") if is_quantized(target, vllm_flags) else "float32"
+    precision: torch.dtype = getattr(torch, dtype)
     drafts = served_draft_tokens(drafter)
     max_prompt = read_checkpoint(drafter).config.max_positions - LOSSLESS_TOKENS - drafts
     prompts = {"held out": [sample.prompt[-max_prompt:] for sample in samples]}
@@ -345,7 +356,7 @@ def check_lossless(
         prompts=prompts,
         max_tokens=LOSSLESS_TOKENS,
         max_length=longest + LOSSLESS_TOKENS + drafts,
-        dtype="float32",
+        dtype=dtype,
         vllm_flags=list(vllm_flags),
     )
     together = alone.model_copy(update={"drafter": str(drafter), "draft_tokens": drafts})
@@ -358,9 +369,9 @@ def check_lossless(
     with reference_target(
         target,
         (),
-        torch.float32,
+        precision,
         longest=longest_text,
-        device=reference_device(target, torch.float32),
+        device=reference_device(target, precision, vllm_flags),
         urls=urls,
         vllm_flags=vllm_flags,
     ) as reference:
@@ -369,6 +380,6 @@ def check_lossless(
             prompts,
             {"held out": bare.answers},
             {"held out": speculative.answers},
-            rounding_of(target, torch.float32),
+            rounding_of(target, precision, vllm_flags),
             drafts + 1,
         )

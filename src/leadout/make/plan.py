@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -191,40 +192,39 @@ def estimated_speed(subject: Subject, times: ProductTimes, gain: float = 1.0) ->
     )
 
 
-def measured_speed(subject: Subject, costs: Tuned, times: ProductTimes, gain: float = 1.0) -> Speed:
-    """From the steps of a server without a drafter.
+def measured_times(subject: Subject, costs: Tuned, products: ProductTimes) -> ProductTimes:
+    """From steps of a server without a drafter; a further token never takes less than in products.
 
-    Larger batches and longer prompts than measured are not faster than the estimate: a few points
-    close to each other may show no cost of a token at all.
+    Steps of few requests, which wait for the weights, may show no cost of a further token at all.
     """
+    law, largest = costs.costs(), max(costs.verify)
+    one, many = law.bare_seconds(1), law.bare_seconds(largest)
+    found = ProductTimes.of_passes(max(subject.target_bytes, 1), one, many, largest)
+    share = subject.sizes.active_parameters / subject.sizes.parameters  # of a mixture's weights
+    per_token = max(found.per_token, min(share, 1.0) * products.per_token)
+    return dataclasses.replace(found, per_token=per_token)
+
+
+def measured_speed(subject: Subject, costs: Tuned, times: ProductTimes, gain: float = 1.0) -> Speed:
+    """From the same steps, and beyond the measured ones from their times."""
+    law, largest = costs.costs(), max(costs.verify)
+    passes = partial(times.forward_seconds, subject.target_bytes)
 
     def rate(requests: int) -> float:
-        seconds = costs.costs().bare_seconds(requests)
-        if requests > max(costs.verify):
-            seconds = max(seconds, times.forward_seconds(subject.target_bytes, requests))
-        return requests / seconds
+        if requests <= largest:
+            return requests / law.bare_seconds(requests)
+        return requests / (law.bare_seconds(largest) + passes(requests) - passes(largest))
 
+    # Few short prompts at a time say little about a long pass.
+    is_measured = largest * PROMPT_TOKENS >= PREFILL_TOKENS
+    prefill = costs.prefill_bare.seconds if is_measured else passes
     operations = 2 * subject.sizes.active_parameters * PREFILL_TOKENS
-    seconds = max(
-        costs.prefill_bare.seconds(PREFILL_TOKENS),
-        times.forward_seconds(subject.target_bytes, PREFILL_TOKENS),
-    )
     return Speed(
         measured=True,
         answer_tokens_per_second=rate(CONCURRENCY),
         session_tokens_per_second=rate(SESSION_CONCURRENCY),
-        operations_per_second=gain * operations / seconds,
+        operations_per_second=gain * operations / max(prefill(PREFILL_TOKENS), 1e-6),
     )
-
-
-def measured_times(subject: Subject, costs: Tuned, times: ProductTimes) -> ProductTimes:
-    """With the time of one token measured, and that of further ones where they were."""
-    law, largest = costs.costs(), max(costs.verify)
-    one, many = law.bare_seconds(1), law.bare_seconds(largest)
-    found = ProductTimes.of_passes(max(subject.target_bytes, 1), one, many, largest)
-    if largest > 1:
-        return found
-    return dataclasses.replace(found, per_token=times.per_token)
 
 
 def make_plan(

@@ -242,8 +242,8 @@ class _Maker:
         if self._state.plan is not None:  # data may have been started with its sizes
             return self._state.plan
         products = _product_times(self._settings, self._clock)
-        speed = measured_speed(self._subject, costs, products, training_gain(self._settings.dtype))
         times = measured_times(self._subject, costs, products)
+        speed = measured_speed(self._subject, costs, times, training_gain(self._settings.dtype))
         spent = self._state.seconds.get("costs", 0.0)
         planned = make_plan(self._settings, self._subject, speed, times, spent)
         _say(self._progress, planned.text().partition("\n")[2])  # without the stage that is done

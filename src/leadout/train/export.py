@@ -177,7 +177,8 @@ def compare_with_served(
         TrainingSequence(str(number), "served", torch.tensor([*prompt, *answer]), len(prompt))
         for number, (prompt, answer) in enumerate(zip(prompts, served.answers, strict=True))
     ]
-    device = reference_device(target, precision)  # the engine has ended and freed it
+    # The engine has ended and freed it.
+    device = reference_device(target, precision, vllm_flags)
     weights = load_target_weights(TargetFiles(target), precision, device)
     forward = BlockForward(model.to(device), weights.embedding)
     head = DraftHead.of(model, weights)

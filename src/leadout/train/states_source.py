@@ -35,7 +35,7 @@ def served_states(
     reason = None
     if config.states != "served":
         computed_in = compute_dtype(precision, ranks.device)
-        reason = why_not_loaded(target, computed_in, ranks.device)
+        reason = why_not_loaded(target, computed_in, ranks.device, vllm_flags)
     if not urls and config.states != "served" and reason is None:
         yield None
         return

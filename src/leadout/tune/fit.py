@@ -93,8 +93,13 @@ class StepLaw:
         return self.verify[k] + self.draft[k]
 
 
+def whole_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Those in which both servers decoded the whole batch at least once."""
+    return [turn for turn in turns if turn.bare and turn.steps]
+
+
 def fit_steps(turns: Sequence[Turn], seed: int = 0) -> StepLaw:
-    whole = [turn for turn in turns if turn.bare and turn.steps]
+    whole = whole_turns(turns)
     if not whole:
         raise TuneError(
             "the servers never decoded a full batch: lower --max-batch, use shorter --prompts, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -46,7 +47,14 @@ from leadout.models import fingerprint, local_folder
 from leadout.pairing import batched_tokens_for
 from leadout.provenance import Provenance, RunStart, redacted
 from leadout.stats import Interval, Sampled
-from leadout.tune.fit import Accepted, StepLaw, fit_acceptance, fit_prefill, fit_steps
+from leadout.tune.fit import (
+    Accepted,
+    StepLaw,
+    fit_acceptance,
+    fit_prefill,
+    fit_steps,
+    whole_turns,
+)
 from leadout.tune.plan import (
     SHORT_TOKENS,
     TOKENS,
@@ -61,6 +69,8 @@ from leadout.tune.settings import TuneError, TuneSettings
 # Prompts are read again in every round; longer ones would take more time than decoding.
 MAX_PROMPT = 512
 _LOGS = "logs"
+
+logger = logging.getLogger("leadout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +292,8 @@ def summarize(
     result: CalibrationResult, subject: Subject, started: RunStart | None = None
 ) -> Tuned:
     """From measured steps to curves with intervals, and from those to the table."""
-    batches = sorted({each.batch for each in result.rounds})
-    laws = {batch: fit_steps(_turns(result.rounds, batch), seed=batch) for batch in batches}
+    turns = _measured_turns(result.rounds)
+    laws = {batch: fit_steps(found, seed=batch) for batch, found in turns.items()}
     accepted = fit_acceptance(result.rounds)
     speedup = {batch: speedups(law, accepted) for batch, law in laws.items()}
     max_batch = max(laws)
@@ -333,5 +343,16 @@ def _seconds(curve: Mapping[int, Sampled], law: StepLaw) -> dict[int, Interval]:
     return {place: found.interval().times(bare) for place, found in curve.items()}
 
 
-def _turns(rounds: Sequence[RoundResult], batch: int) -> list[Turn]:
-    return [turn for each in rounds if each.batch == batch for turn in each.turns]
+def _measured_turns(rounds: Sequence[RoundResult]) -> dict[int, list[Turn]]:
+    """By batch size, without the sizes that the servers never decoded whole, unless all are."""
+    found: dict[int, list[Turn]] = {}
+    for each in sorted(rounds, key=lambda each: each.batch):
+        found.setdefault(each.batch, []).extend(each.turns)
+    measured = {batch: turns for batch, turns in found.items() if whole_turns(turns)}
+    if missing := sorted(found.keys() - measured.keys()):
+        logger.warning(
+            "The servers never decoded %s requests at a time, which are left out. Lower "
+            "--max-batch, use shorter --prompts, or give the servers more memory for their caches.",
+            ", ".join(map(str, missing)),
+        )
+    return measured or found

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from leadout.engine.child_process import GUARD_REMOVES, Child, EngineError, ending, run_module
+from leadout.engine.child_process import (
+    GUARD_REMOVES,
+    Child,
+    EngineError,
+    ending,
+    exact_environment,
+    run_module,
+)
 from support.processes import family_of, wait_until_gone
 
 
@@ -97,12 +104,15 @@ def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(divider: str) -> 
     assert "noise on stdout" in Path(log[1]).read_text()
 
 
-def test_a_child_that_fails_after_its_result_is_an_error(
-    divider: str, monkeypatch: pytest.MonkeyPatch
+def test_a_child_that_fails_after_its_result_loses_nothing(
+    divider: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("EXIT_CODE", "3")
-    with pytest.raises(EngineError, match="exit code 3"):
-        run_module(divider, Number(value=2), Number)
+    assert run_module(divider, Number(value=2), Number) == Number(value=42)
+    (warning,) = caplog.messages
+    assert "ended with exit code 3, after its result" in warning
+    log = Path(warning.rpartition(" ")[2])
+    assert "noise on stdout" in log.read_text()
 
 
 @pytest.mark.parametrize("code", [-9, 137])
@@ -140,6 +150,16 @@ def test_a_child_does_not_inherit_the_ranks_of_torchrun(
     found = run_module("environment", Number(value=1), Environment)
     assert not set(of_torchrun) & set(found.model_extra or {})
     assert (found.model_extra or {})["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_float32_is_not_rounded_to_tf32_where_results_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    assert exact_environment("bfloat16") == {}
+    assert exact_environment("float32") == {"TRITON_F32_DEFAULT": "ieee"}
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    assert exact_environment("float32") == {"TRITON_F32_DEFAULT": "tf32x3"}
 
 
 class Environment(BaseModel, extra="allow"):

@@ -45,13 +45,10 @@ def test_a_session_runs_as_a_module(engine: Path) -> None:
     assert SessionRequest.model_validate_json((engine / "request").read_text()) == REQUEST
 
 
-@pytest.mark.parametrize(("code", "output"), [("1", ""), ("0", ""), ("3", None)])
-def test_a_failed_session_names_the_exit_code_and_the_log(
-    engine: Path, code: str, output: str | None
-) -> None:
+@pytest.mark.parametrize("code", ["1", "0"])
+def test_a_failed_session_names_the_exit_code_and_the_log(engine: Path, code: str) -> None:
     (engine / "code").write_text(code)
-    if output is not None:
-        (engine / "output").write_text(output)
+    (engine / "output").write_text("")
     with pytest.raises(EngineError, match=rf"exit code {code}(.|\n)*last line of vLLM"):
         run_session(REQUEST)
 

@@ -21,6 +21,8 @@ from leadout.engine.server_turns import (
     started,
     thread_warning,
 )
+from leadout.pairing import read_sizes
+from support.models import tiny_llama
 from support.processes import family_of, new_processes
 
 GIB = 2**30
@@ -104,6 +106,26 @@ def test_on_a_gpu_two_servers_share_the_memory_or_are_up_one_at_a_time(
         assert choose_turns(2, [weights], on_cpu=False, flags=asked) == "single"
     assert machine_flags(on_cpu=False, servers=2) == ["--gpu-memory-utilization", "0.45"]
     assert machine_flags(on_cpu=False, servers=1) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), "waves"),  # of 512 tokens, by its config
+        (("--max-model-len", "100000"), "single"),
+        (("--max-model-len", "100000", "-tp", "1000"), "waves"),
+        (("--max-model-len", "16k"), "waves"),  # vLLM's own notation is not read
+    ],
+)
+def test_on_a_gpu_each_server_holds_a_request_of_the_maximum_length(
+    flags: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    cache = read_sizes(tmp_path).kv_values_per_token * 2 * 512
+    free = int(2 * 1.2 * (server_turns.weight_bytes(tmp_path) + cache) / 0.8) + 1024
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+    assert choose_turns(2, [tmp_path], on_cpu=False, flags=flags) == expected
 
 
 def test_the_available_memory_is_read_from_the_kernel() -> None:

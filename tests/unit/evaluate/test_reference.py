@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from leadout.evaluate import reference
 from leadout.evaluate.hidden_states import Indexed, LoadedTarget, load_model
 from leadout.evaluate.reference import (
     ServedTarget,
+    is_quantized,
     loaded_bytes,
     reference_target,
     rounding_of,
@@ -69,6 +71,41 @@ def test_a_quantized_target_is_not_loaded(tmp_path: Path, section: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert why_not_loaded(tmp_path, torch.float32) == "its weights are quantized"
     assert rounding_of(tmp_path, torch.float32) == torch.bfloat16
+
+
+def test_quantization_is_found_in_other_files_and_in_flags(target_folder: Path) -> None:
+    assert not is_quantized(target_folder, ["--tensor-parallel-size", "2"])
+    for flags in (["--quantization", "fp8"], ["-q", "fp8"], ["--quantization=fp8"]):
+        assert is_quantized(target_folder, flags)
+        assert rounding_of(target_folder, torch.float32, flags) == torch.bfloat16
+        assert why_not_loaded(target_folder, torch.float32, None, flags) is not None
+        assert why_not_loaded(target_folder, torch.float32) is None
+    modelopt = target_folder / "hf_quant_config.json"  # of versions that leave config.json alone
+    modelopt.write_text("{}")
+    assert is_quantized(target_folder)
+    modelopt.unlink()
+
+
+def test_a_target_that_does_not_fit_on_the_gpu_is_served(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    @contextmanager
+    def server(*given: Any, **_: Any) -> Iterator[str]:
+        asked.append(given[0])
+        raise InterruptedError
+        yield ""
+
+    monkeypatch.setattr(reference, "states_server", server)
+    # Stands for a machine with a GPU of so much free memory.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 10**9))
+    cpu = torch.device("cpu")  # as `reference_device` chooses, although memory would do
+    opened = reference_target(target_folder, [1], torch.float32, longest=10, device=cpu)
+    with pytest.raises(InterruptedError), opened:
+        pass
+    assert asked == [target_folder]
 
 
 def test_a_target_that_is_not_quantized_rounds_as_its_precision(target_folder: Path) -> None:

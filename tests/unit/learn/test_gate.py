@@ -375,6 +375,28 @@ def test_a_server_that_the_gate_starts_gets_the_flags_of_vllm(
     assert (asked["served"], asked["vllm_flags"]) == (True, flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [((), "float32"), (("--quantization", "fp8"), "bfloat16")]
+)
+def test_texts_are_compared_in_a_precision_that_the_target_has_kernels_for(
+    world: World, flags: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SessionRequest] = []
+
+    def answer(request: SessionRequest) -> SessionResult:
+        asked.append(request)
+        run = SetRun(
+            prompt_set="held out", temperature=0, answers=[[7]], steps=1, accepted_by_position=[]
+        )
+        return SessionResult(runs=[run])
+
+    monkeypatch.setattr(gate, "run_session", answer)
+    monkeypatch.setattr(gate, "served_dtype", lambda *_: "bfloat16")
+    found = check_lossless(world.target, world.drafter, newest_requests()[:1], (), flags)
+    assert (found.texts, found.equal_texts) == (1, 1)
+    assert [each.dtype for each in asked] == [dtype, dtype]
+
+
 def test_the_overfitted_candidate_is_better_on_its_training_text(world: World, make: Make) -> None:
     drafters = [world.drafter, make("overfitted to the training part")]
     before, after = acceptance_by_drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from leadout.make.plan import (
 )
 from leadout.make.settings import MakeError, MakeSettings
 from leadout.pairing import TargetSizes
+from leadout.pairing.sizes import Experts
 from leadout.tune.plan import START_SECONDS, ProductTimes
 from support.tuned_files import a_tuning
 
@@ -43,7 +45,7 @@ SIZES = TargetSizes(
     tied=True,
 )
 TIMES = ProductTimes(one=0.005, per_token=0.0001)
-FAST = ProductTimes(one=1e-6, per_token=1e-8)  # slower than measured nowhere
+FREE = ProductTimes(one=0.0, per_token=0.0)
 SPEED = Speed(
     measured=True,
     answer_tokens_per_second=400.0,
@@ -172,36 +174,48 @@ def test_speeds_and_times_from_measured_steps(folder: Path) -> None:
     costs = a_tuning([0.5] * 3, step_seconds=0.04)  # at every batch size
     settings = MakeSettings(target="t", out=folder / "out")
     subject = Subject(folder, SIZES, settings.training())
-    speed = measured_speed(subject, costs, FAST)
+    times = measured_times(subject, costs, FREE)
+    assert times.forward_seconds(16 << 20, 1) == pytest.approx(0.04)
+    assert times.forward_seconds(16 << 20, 16) == pytest.approx(0.04)
+    speed = measured_speed(subject, costs, times)
     assert speed.measured
     assert speed.answer_tokens_per_second == pytest.approx(CONCURRENCY / 0.04)
     prefill = 0.02 + 0.0005 * PREFILL_TOKENS
     operations = 2 * SIZES.active_parameters * PREFILL_TOKENS / prefill
     assert speed.operations_per_second == pytest.approx(operations)
-    training = measured_speed(subject, costs, FAST, gain=3.0)
+    training = measured_speed(subject, costs, times, gain=3.0)
     assert training.operations_per_second == pytest.approx(3 * operations)
-    times = measured_times(subject, costs, FAST)
-    assert times.forward_seconds(16 << 20, 1) == pytest.approx(0.04)
-    assert times.forward_seconds(16 << 20, 16) == pytest.approx(0.04)
 
 
-def test_what_was_not_measured_is_not_faster_than_the_estimate(folder: Path) -> None:
-    # One request at a time with prompts of one length: no cost of a further token was seen.
+def test_a_further_token_takes_at_least_what_it_takes_in_products(folder: Path) -> None:
+    # One request at a time, with prompts of one length: no cost of a further token was seen.
     flat = PrefillLaw(base=0.05, per_token=0.0)
     costs = a_tuning([0.5] * 3, step_seconds=0.04, batches=(1,))
     costs = costs.model_copy(update={"prefill_bare": flat})
-    subject = Subject(folder, SIZES, MakeSettings(target="t", out=folder / "out").training())
-    slow = ProductTimes(one=0.001, per_token=0.0005)
-    speed = measured_speed(subject, costs, slow)
-    step = slow.forward_seconds(16 << 20, CONCURRENCY)
-    assert step > 0.04
-    assert speed.answer_tokens_per_second == pytest.approx(CONCURRENCY / step)
-    estimated = estimated_speed(subject, slow)
-    assert speed.operations_per_second == pytest.approx(estimated.operations_per_second)
-    times = measured_times(subject, costs, slow)
-    assert times.forward_seconds(16 << 20, 1) == pytest.approx(0.04)
-    further = slow.forward_seconds(16 << 20, 16) - slow.forward_seconds(16 << 20, 1)
-    assert times.forward_seconds(16 << 20, 16) == pytest.approx(0.04 + further)
+    training = MakeSettings(target="t", out=folder / "out").training()
+    products = ProductTimes(one=0.001, per_token=0.0005)
+    dense = TIMES.forward_seconds(16 << 20, 2) - TIMES.forward_seconds(16 << 20, 1)
+    dense *= products.per_token / TIMES.per_token
+
+    def found(sizes: TargetSizes) -> tuple[Speed, ProductTimes]:
+        subject = Subject(folder, sizes, training)
+        times = measured_times(subject, costs, products)
+        return measured_speed(subject, costs, times), times
+
+    speed, times = found(SIZES)
+    assert times.forward_seconds(16 << 20, 11) == pytest.approx(0.04 + 10 * dense, rel=1e-4)
+    step = 0.04 + (CONCURRENCY - 1) * dense
+    assert speed.answer_tokens_per_second == pytest.approx(CONCURRENCY / step, rel=1e-4)
+    seconds = 0.04 + (PREFILL_TOKENS - 1) * dense
+    operations = 2 * SIZES.active_parameters * PREFILL_TOKENS / seconds
+    assert speed.operations_per_second == pytest.approx(operations, rel=1e-4)
+
+    experts = Experts(count=64, active=4, width=512, shared_width=0, dense_layers=0)
+    sparse = replace(SIZES, experts=experts)
+    _, times = found(sparse)
+    share = sparse.active_parameters / sparse.parameters
+    assert share < 0.2
+    assert times.forward_seconds(16 << 20, 11) == pytest.approx(0.04 + 10 * dense * share)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
