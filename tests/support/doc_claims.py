@@ -14,7 +14,7 @@ from leadout.check import long_context, lossless, prefix_cache
 from leadout.check.baseline import MIN_SHARED
 from leadout.check.diagnosis import MAX_HALF_WIDTH, MIN_TEXTS
 from leadout.check.settings import CheckSettings
-from leadout.check.trials import FINALISTS, SCREEN_EVERY
+from leadout.check.trials import FINALISTS, LARGE_GAIN, SCREEN_EVERY
 from leadout.control.policy import PROBE_TIME_SHARE, ladder_up_to
 from leadout.control.prompt_lookup import MIN_MATCH
 from leadout.control.tuned_file import NEARLY_EQUAL
@@ -22,7 +22,7 @@ from leadout.engine.metrics import DEFAULT_BREAK_EVEN, DEFAULT_MINUTES
 from leadout.engine.request_metrics import MIN_STEPS
 from leadout.evaluate.prompts import MIN_NEW_PROMPTS
 from leadout.learn.config import LearnConfig
-from leadout.learn.data import MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
+from leadout.learn.data import MAX_HELD_OUT, MAX_LENGTH, MAX_REQUESTS, POOL_CYCLES
 from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from leadout.pairing import batched_tokens_for
 from leadout.pairing.devices import A100, BANDWIDTH_SHARE, H100, PREFILL_SHARE
@@ -91,6 +91,7 @@ def claims() -> dict[str, list[str]]:
         "docs/howto/long-context.md": [
             f"the whole interval is below {prefix_cache.MIN_RATIO}",
             f"the same {word(long_context.TASKS)} tasks",
+            f"if the gain is {LARGE_GAIN:.0%} or more",
             f"the ratio is below {long_context.MIN_RATIO}",
             f"({CheckSettings.model_fields['long_context'].default} by default)",
             f"of up to {CheckSettings.model_fields['long_context'].default} tokens",
@@ -101,6 +102,7 @@ def claims() -> dict[str, list[str]]:
             *_gate(),
             f"at most {learned['base_loss'].default:.0%}",
             f"the newest {MAX_REQUESTS:,} requests",
+            f"at most {MAX_HELD_OUT} of the held-out requests are compared",
             f"cut to {MAX_LENGTH:,} tokens",
             f"{word(len(candidates)).capitalize()} prepared candidates",
         ],
