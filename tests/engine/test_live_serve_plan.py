@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from leadout.control.tuned_file import Model, write_tuned
+from leadout.engine.scheduler import make_control
 from leadout.engine.serve_plan import Plan, make_plan
 from leadout.engine.settings import LIVE, SCHEDULER, LiveSettings, ServeSettings, read_section
 from leadout.engine.vllm_flags import vllm_config_of
@@ -21,6 +22,7 @@ from support.tuned_files import a_tuning
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "8")
 K = TINY_DRAFTER.max_draft_tokens
+SAMPLED = '{"method": "dflash", "draft_sample_method": "%s"}'
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +88,14 @@ def test_another_scheduler_or_method_is_refused(pair: tuple[Path, Path]) -> None
     ngram = '{"method": "ngram", "num_speculative_tokens": 2}'
     with pytest.raises(SettingsError, match=r"--live works with the method dflash only.* ngram"):
         plan_of(pair, "--speculative-config", ngram)
+
+
+@pytest.mark.parametrize(("method", "looks_up"), [("greedy", True), ("probabilistic", False)])
+def test_prompt_lookup_needs_drafts_that_are_not_sampled(
+    pair: tuple[Path, Path], method: str, looks_up: bool
+) -> None:
+    plan = plan_of(pair, "--no-async-scheduling", "--speculative-config", SAMPLED % method)
+    config = config_of(plan, pair[0])
+    assert config.speculative_config.draft_sample_method == method
+    assert not config.use_v2_model_runner
+    assert bool(make_control(config)._min_match) == looks_up

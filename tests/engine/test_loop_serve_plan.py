@@ -79,7 +79,9 @@ def test_capture_alone_needs_no_drafter_and_no_plugin_names(target: Path, tmp_pa
     assert any("token ids of 50% of the requests" in note for note in plan.notes)
 
 
-def test_conflicting_flags_are_refused(registry: Registry, target: Path, tmp_path: Path) -> None:
+def test_conflicting_flags_are_refused(
+    registry: Registry, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = {"registry": registry.folder}
     with pytest.raises(SettingsError, match="--registry cannot be combined with the drafter x"):
         plan_of(target, draft="x", **ours)
@@ -89,6 +91,12 @@ def test_conflicting_flags_are_refused(registry: Registry, target: Path, tmp_pat
         plan_of(target, "--scheduler-cls", "a.b", **ours)
     with pytest.raises(SettingsError, match="--registry requires --api-server-count 1, got 2"):
         plan_of(target, "--api-server-count", "2", **ours)
+    with pytest.raises(SettingsError, match="--registry cannot be combined with --grpc"):
+        plan_of(target, "--grpc", **ours)
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+        with pytest.raises(SettingsError, match="combined with VLLM_USE_RUST_FRONTEND"):
+            plan_of(target, **ours)
     ngram = '{"method": "ngram", "num_speculative_tokens": 2}'
     with pytest.raises(SettingsError, match=r"--registry works with the method dflash.* ngram"):
         plan_of(target, "--speculative-config", ngram, **ours)

@@ -197,6 +197,19 @@ def _read_index(folder: Path) -> dict[str, str]:
     return shard_of
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a target's weights.
+
+    Some repositories have all weights a second time in one file, which the index does not name.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        indexed = {*_read_index(folder).values()} if (folder / INDEX).exists() else set()
+    except CheckpointError:
+        indexed = set()  # whoever reads the weights says what is wrong with it
+    return [path for path in files if path.name in indexed] or files
+
+
 def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of one safetensors file."""
     with open_tensors(path) as opened:

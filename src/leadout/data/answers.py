@@ -212,14 +212,13 @@ class AnswerQueue:
     def _user_turn(self, name: str) -> TextRequest:
         from leadout.engine.offline import TextRequest
 
-        end = self._chat.end_of_turn
         return TextRequest(
             id=name,
             prompt=self._chat.user_prefix(),
             max_tokens=min(MAX_USER_TURN, self._sampling.max_new_tokens),
             temperature=USER_TURN_TEMPERATURE,
             seed=self._seed(name),
-            stop_tokens=() if end is None else (end,),
+            stop_tokens=self._chat.user_ends,
         )
 
     def _answer(self, name: str, prompt: list[int], greedy: bool) -> TextRequest:
@@ -242,7 +241,7 @@ class AnswerQueue:
         """Write an answer and submit the next turn; returns None for a user turn."""
         conversation, request, dropped = self._in_flight.pop(answer.id)
         if not conversation.turns:
-            turn = self._chat.text(answer.tokens).strip()
+            turn = self._chat.user_text(answer.tokens)
             if turn:
                 conversation.turns.append(turn)
                 self._submit_next(conversation)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,11 +49,9 @@ class Chat:
         thinking: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from transformers import AutoTokenizer
-
         self._folder = folder
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self._tokenizer = load_tokenizer(folder)
         except (OSError, ValueError, ImportError) as problem:
             reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
             raise TemplateError(
@@ -158,6 +157,31 @@ class Chat:
             )
         return self._encode(before)
 
+    @property
+    def user_ends(self) -> tuple[int, ...]:
+        """Tokens at which a user's turn ends: that of the template, and the end of a text."""
+        ends = (self._user_end[0], self.end_of_turn)
+        return tuple(dict.fromkeys(each for each in ends if each is not None))
+
+    def user_text(self, tokens: Sequence[int]) -> str:
+        """The text of a user's turn that the target wrote, without what it wrote after its end."""
+        end, mark = self._user_end
+        if end in tokens:
+            tokens = tokens[: tokens.index(end)]
+        text = self.text(tokens)
+        return (text.partition(mark)[0] if mark else text).strip()
+
+    @cached_property
+    def _user_end(self) -> tuple[int | None, str]:
+        """What the template puts after a user's text: a token, or else the line that follows."""
+        after = self._render([_PLACEHOLDER]).rpartition(_PLACEHOLDER)[2].strip()
+        if not after:
+            return None, ""
+        first = self._encode(after)[0]
+        if first in self._tokenizer.get_added_vocab().values():
+            return first, ""
+        return None, after.splitlines()[0]
+
     def text(self, tokens: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
@@ -201,6 +225,16 @@ class Chat:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Transformers' own, also where the folder has a file in Mistral's format as well.
+
+    The one for that format has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, mistral_format=False)
 
 
 def messages_of(turn: Turn) -> tuple[Message, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -317,7 +318,8 @@ class LiveControl:
         )
         if is_write_due:
             self._written = now
-            write_small(metrics, self._metrics_path)
+            with suppress(OSError):  # a full disk, for example: the next file is a second away
+                write_small(metrics, self._metrics_path)
         if is_log_due:
             self._logged = now
             self._log(str(metrics))

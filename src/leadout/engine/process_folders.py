@@ -56,7 +56,9 @@ def claim(folder: Path) -> int:
     """
     with _guard:
         if folder in _claimed:
-            return _claimed[folder]
+            if _is_current(folder, _claimed[folder]):
+                return _claimed[folder]
+            os.close(_claimed.pop(folder))  # somebody has removed the folder
         _prepare(folder.parent)
         while True:
             with suppress(FileExistsError):

@@ -79,7 +79,9 @@ class RequestMetricsMixin:
         request_id: str,
     ) -> Any:
         # Called by vLLM for each request of a step with drafts: nothing here may be slow.
-        if self._acceptance_fail_safe.is_on:
+        # The end of a prompt has no drafts, but vLLM pads it where a KV connector did the rest.
+        has_drafts = self.requests[request_id].num_output_tokens > 0  # type: ignore[attr-defined]
+        if has_drafts and self._acceptance_fail_safe.is_on:
             counts = self._drafts.get(request_id)
             if counts is None:
                 counts = self._drafts[request_id] = [0, 0]
@@ -120,5 +122,6 @@ class RequestMetricsMixin:
 
     def _write_acceptance(self) -> None:
         self._is_write_planned = False  # requests that end from here on need another write
-        with self._acceptance_fail_safe:
+        # An error of the disk may pass: the next request writes again.
+        with self._acceptance_fail_safe, suppress(OSError):
             write_small(self._acceptance, self._acceptance_path)

@@ -314,7 +314,9 @@ def make_control(vllm_config: Any) -> LiveControl:
     tuned = None if settings.tuned is None else read_tuned(settings.tuned)
     measured = () if tuned is None else (tuned.costs(), tuned.curve())
     is_async = vllm_config.scheduler_config.async_scheduling
-    sees_drafts = not (is_async or vllm_config.use_v2_model_runner)
+    # With drafts that are sampled, vLLM takes those of a lookup for samples of the drafter.
+    is_greedy = vllm_config.speculative_config.draft_sample_method == "greedy"
+    sees_drafts = is_greedy and not (is_async or vllm_config.use_v2_model_runner)
     ladder = ladder_of(vllm_config)
     return LiveControl(
         Policy(

@@ -153,7 +153,13 @@ class RolloutMixin:
         num_accepted_tokens: int,
         num_invalid_spec_tokens: dict[str, int] | None,
     ) -> None:
-        """Count steps with whole blocks only, as expected acceptance is measured with those."""
+        """Count steps with whole blocks only, as expected acceptance is measured with those.
+
+        A step that computes the end of a prompt has no drafts yet; where a KV connector delivered
+        the rest, vLLM pads it with placeholders that nothing accepts.
+        """
+        if self.requests[request_id].num_output_tokens == 0:  # type: ignore[attr-defined]
+            return
         counts = self._open_requests.get(request_id)
         verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if counts is not None and verified == self.num_spec_tokens:  # type: ignore[attr-defined]
@@ -178,4 +184,5 @@ class RolloutMixin:
                 served = ServedRequests(
                     since=self._since, tally=self._tally, by_client=self._by_client
                 )
-                write_small(served, self._served_path)
+                with suppress(OSError):  # a full disk, for example: the next file comes soon
+                    write_small(served, self._served_path)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from leadout.checkpoints.store import read_header
+from leadout.checkpoints.store import read_header, weight_files
 from leadout.console import Progress
 from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import (
@@ -225,13 +225,13 @@ def machine_environment() -> dict[str, str]:
 
 
 def weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def _served_bytes(folder: Path, dtype: str | None) -> float:
     """The memory for a checkpoint's weights in a CPU server with this --dtype."""
     needed = 0.0
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         for tensor in read_header(path):
             count, stored = math.prod(tensor.shape), _FLOAT_BYTES.get(tensor.dtype)
             if stored is None:

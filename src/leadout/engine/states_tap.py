@@ -200,11 +200,12 @@ class StatesTap:
         if self._writer is None or not self._chosen:
             return
         with self._fail_safe:
-            requests, parts = [], []
+            chosen, requests, parts = [], [], []
             for number, request_id in enumerate(request_ids):
                 first, last = int(starts[number]), int(starts[number + 1])
                 key = self._chosen.get(request_id)
                 if key is not None and last > first:
+                    chosen.append(request_id)
                     requests.append((key, last - first))
                     parts.append(slice(first, last))
             if not requests:
@@ -221,6 +222,8 @@ class StatesTap:
                 self._writer.write(rows)
             elif not self._background.start(rows):
                 self._writer.counters.too_slow += len(requests)
+                for request_id in chosen:  # the rest of a sequence with a gap is of no use
+                    del self._chosen[request_id]
 
     def _write(self, rows: Rows) -> None:
         """In the thread that waits for copies."""

@@ -247,6 +247,7 @@ def draft_selection(
 # Features of Leadout that need flags or environment variables of vLLM.
 
 PLUGINS = "VLLM_PLUGINS"
+_RUST = "VLLM_USE_RUST_FRONTEND"
 ENDPOINTS = "vllm.endpoint_plugins"
 # Groups of which vLLM loads everything unless VLLM_PLUGINS is set.
 FILTERED = (
@@ -297,6 +298,9 @@ def feature_flags(features: Features, parsed: Any) -> list[str]:
         names = {DRAFT_TABLE: "--tuned", CALIBRATION: "`leadout tune`", LEARN: "--learn-states"}
         _require_default(names.get(first, f"--{first}"), parsed, "scheduler_cls")
         flags += ["--scheduler-cls", SCHEDULER]
+    for name in (REGISTRY, STATES):
+        if name in sections:
+            _require_python_api(f"--{name}", parsed)
     if REGISTRY in sections:
         _require_default("--registry", parsed, "worker_extension_cls")
         _require_one("--registry", parsed, "pipeline_parallel_size")
@@ -349,6 +353,17 @@ def _require_default(feature: str, parsed: Any, name: str) -> None:
             f"{feature} cannot be combined with {flag} {value}, because it sets {flag} itself. "
             "Remove one of the two."
         )
+
+
+def _require_python_api(feature: str, parsed: Any) -> None:
+    """Its routes and the thread that follows a registry live in vLLM's own API server."""
+    others = {"--grpc": getattr(parsed, "grpc", False), _RUST: os.environ.get(_RUST, "0") != "0"}
+    for name, is_used in others.items():
+        if is_used:
+            raise SettingsError(
+                f"{feature} cannot be combined with {name}: it needs vLLM's HTTP server in Python. "
+                "Remove one of the two."
+            )
 
 
 def _require_one(feature: str, parsed: Any, name: str) -> None:

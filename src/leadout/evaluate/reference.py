@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from leadout.checkpoints.store import read_header
+from leadout.checkpoints.store import read_header, weight_files
 from leadout.dflash.target import Observation
 from leadout.engine.load_test import flag_value
 from leadout.engine.server_turns import available_bytes
@@ -103,8 +103,9 @@ def reference_target(
     With `exact`, running servers of states in FP8 are refused.
     """
     device = device or torch.device("cpu")
-    if not urls and not served:
-        # One that does not fit on a GPU would take hours on the processor beside it.
+    if not urls and not served and device.type == "cpu":
+        # One that does not fit on a GPU would take hours on the processor beside it. On a GPU it
+        # was found to fit, before other weights took some of its memory.
         gpu = torch.device("cuda") if torch.cuda.is_available() else None
         served = why_not_loaded(target, precision, gpu, vllm_flags) is not None
     if not urls and not served:
@@ -185,5 +186,5 @@ def rounding_of(
 
 def loaded_bytes(target: Path, precision: torch.dtype) -> int:
     """The memory that a target takes in this precision, from the headers of its files."""
-    tensors = (each for path in target.glob("*.safetensors") for each in read_header(path))
+    tensors = (each for path in weight_files(target) for each in read_header(path))
     return sum(math.prod(each.shape) for each in tensors) * precision.itemsize

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leadout.checkpoints import read_checkpoint
+from leadout.data.chat import load_tokenizer
 from leadout.data.manifest import DataFolder
 from leadout.dflash.config import DrafterConfig
 from leadout.dflash.target import Target
@@ -152,9 +153,7 @@ def complete_settings(
     if config.target_layer_ids is None:
         changes["target_layer_ids"] = spread_layer_ids(sizes.num_layers)
     if config.mask_token_id is None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = load_tokenizer(target)
         ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         ends |= _stop_tokens(target)
         first = corpus.samples[corpus.split.train[0]]

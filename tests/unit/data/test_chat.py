@@ -146,3 +146,36 @@ def test_the_reasoning_of_gpt_oss_is_not_repeated_in_the_next_turn(tmp_path: Pat
     written = words("<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>Yes")
     assert chat.answer_text([*written, END_OF_TURN]) == "Yes"
     assert chat.answer_text(words("Yes")) == "Yes"
+
+
+# What ends a user's turn: the end of a text, a special token, an added one, or text alone.
+TURNS = "{%- for message in messages -%}{{ START + message.content + END }}{%- endfor -%}"
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens"),
+    [
+        ("<|im_end|>\n<|im_start|>assistant\n", (END_OF_TURN,)),
+        ("<|im_start|><think>\n", (START_OF_TURN, END_OF_TURN)),
+        (" [/INST]", (END_OF_TURN,)),
+        ("\n\n### Response:\n", (END_OF_TURN,)),
+        ("", (END_OF_TURN,)),
+    ],
+)
+def test_a_user_turn_ends_where_the_template_ends_it(
+    tmp_path: Path, end: str, tokens: tuple[int, ...]
+) -> None:
+    template = TURNS.replace("START", "'[INST] '").replace("END", repr(end))
+    chat = chat_with(tmp_path, template)
+    assert chat.user_ends == tokens
+    written = words(f" How many # are there?{end}{'They are three.' if end else ''}")
+    assert chat.user_text(written) == "How many # are there?"
+    assert chat.user_text(words("How many? ")) == "How many?"  # cut at its maximum length
+
+
+def test_transformers_own_tokenizer_is_loaded_beside_one_in_mistrals_format(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    assert chat_with(tmp_path, CHAT_TEMPLATE).prompt(["Hi"])

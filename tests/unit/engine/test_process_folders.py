@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,17 @@ def test_a_folder_in_use_is_kept_although_a_cleaner_has_deleted_its_files(
     claim(place / "next")
     assert [path.name for path in place.iterdir()] == ["next"]
     release(place / "next")
+
+
+def test_a_folder_that_a_cleaner_has_removed_is_made_anew(place: Path) -> None:
+    folder = private_folder() / "an-engine"
+    first = claim(folder)
+    assert claim(folder) == first
+    shutil.rmtree(folder)
+    claim(folder)
+    assert is_held(folder)
+    release(folder)
+    assert not folder.exists()
 
 
 def test_a_folder_of_several_processes_stays_until_the_last_releases_it(

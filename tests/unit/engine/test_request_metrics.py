@@ -5,8 +5,11 @@ The scheduler below it is a stand-in; that vLLM's own calls it so is in the engi
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +37,7 @@ class StandInScheduler:
     """The part of vLLM's scheduler that the mixin extends."""
 
     def __init__(self, **_: Any) -> None:
+        self.requests = defaultdict(lambda: SimpleNamespace(num_output_tokens=1))
         self.counted: list[tuple[str, int]] = []
         self.freed: list[str] = []
         self.has_ended = False
@@ -162,7 +166,7 @@ def test_an_error_costs_the_histogram_only(
     scheduler: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise OSError("no space left")
+        raise ValueError("not a problem of the disk")
 
     monkeypatch.setattr(request_metrics, "write_small", fail)
     for name in ("a", "b"):
@@ -209,3 +213,34 @@ def test_a_damaged_file_shows_nothing(scheduler: Counting) -> None:
     family = request_family()
     add_request_acceptance(family, ["model", "1"], path)
     assert family.samples == []
+
+
+def test_the_padded_end_of_a_prompt_is_no_step_with_drafts(scheduler: Counting) -> None:
+    scheduler.requests["a"].num_output_tokens = 0
+    scheduler.verify("a", 0)  # vLLM's placeholders, which nothing accepts
+    scheduler.requests["a"].num_output_tokens = 1
+    scheduler.verify("a", *[2] * MIN_STEPS)
+    scheduler.end("a")
+    found = after_writing(1)
+    assert found.requests[bucket(3)] == 1
+
+
+def test_a_write_that_fails_is_tried_again_with_the_next_request(
+    scheduler: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def full(*_: object) -> None:
+        failed.set()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(request_metrics, "write_small", full)
+        scheduler.verify("a", *[1] * MIN_STEPS)
+        scheduler.end("a")
+        assert failed.wait(30)
+    folder = request_acceptance_file("a-test", 1).parent
+    shutil.rmtree(folder, ignore_errors=True)  # as a cleaner does
+    scheduler.verify("b", *[1] * MIN_STEPS)
+    scheduler.end("b")
+    assert sum(after_writing(2).requests) == 2

@@ -267,6 +267,31 @@ def test_a_gpu_never_waits_and_too_much_is_dropped() -> None:
 
 
 @pytest.mark.usefixtures("without_streams")
+def test_a_request_of_which_a_step_was_dropped_is_left_alone(section: LearnSettings) -> None:
+    runner = SimpleNamespace(drafter=FakeProposer())
+    states_tap = StatesTap(vllm_config(section), torch.device("cpu"))
+    assert tap(runner, states_tap)
+    offered: list[list[int]] = []
+
+    class Full:
+        """Stands for copies that take longer than the steps."""
+
+        def start(self, rows: Rows) -> bool:
+            offered.append([count for _, count in rows.requests])
+            return False
+
+        def close(self) -> None:
+            pass
+
+    states_tap._background = Full()  # type: ignore[assignment]
+    states_tap.begin_step(step([new_request("a")]))
+    propose_on_v1(runner, ["a"], [0, 2], torch.randn(2, WIDTH))
+    states_tap.begin_step(step([new_request("b")]))
+    propose_on_v1(runner, ["a", "b"], [0, 2, 5], torch.randn(5, WIDTH))
+    propose_on_v1(runner, ["a", "b"], [0, 2, 5], torch.randn(5, WIDTH))
+    assert offered == [[2], [3]]  # the first of each, and nothing of it afterwards
+
+
 def test_a_step_that_is_larger_than_the_limit_is_copied_alone() -> None:
     """A chunk of a long prompt: it would never be learnt otherwise."""
     gpu, written = FakeGpu(), []

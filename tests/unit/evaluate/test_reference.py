@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from leadout.checkpoints.store import read_header
 from leadout.dflash.target import Observation
 from leadout.evaluate import reference
 from leadout.evaluate.hidden_states import Indexed, LoadedTarget, load_model
@@ -44,6 +46,19 @@ def test_the_size_of_a_target_comes_from_its_files(target_folder: Path) -> None:
     count = sum(each.numel() for each in model.parameters())
     assert loaded_bytes(target_folder, torch.float32) == 4 * count
     assert loaded_bytes(target_folder, torch.bfloat16) == 2 * count
+
+
+def test_weights_that_are_there_a_second_time_are_counted_once(
+    target_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(target_folder, tmp_path / "target")
+    (file,) = (tmp_path / "target").glob("*.safetensors")
+    once = loaded_bytes(tmp_path / "target", torch.float32)
+    shutil.copy(file, file.with_name("consolidated.safetensors"))
+    assert loaded_bytes(tmp_path / "target", torch.float32) == 2 * once
+    index = {"weight_map": {each.name: file.name for each in read_header(file)}}
+    (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert loaded_bytes(tmp_path / "target", torch.float32) == once
 
 
 def test_a_small_dense_target_is_loaded(target_folder: Path) -> None:
