@@ -50,6 +50,10 @@ from leadout.shards import Sample
 from leadout.stats import Floats, Interval, paired_p_value, ratio_interval
 
 ANCHORS_PER_PASS = 64
+# Dense attention of a pass holds scores, in the model's type and in float32: fewer anchors in long
+# texts keep them below this.
+SCORE_BYTES, BYTES_PER_SCORE = 1 << 30, 12
+HEADS = 64  # of large drafters
 # Whose drafts are compared together, of several answers: a pass over the head takes about as long
 # for a few states as for dozens.
 BLOCKS_PER_COMPARISON = 512
@@ -108,7 +112,8 @@ def accepted_drafts(
         tokens, _, supervised = batch([sequence])
         anchors = _anchors(sequence, block_size)[::stride]
         positions.append(len(anchors))
-        for part in torch.split(anchors, ANCHORS_PER_PASS) if len(anchors) else ():
+        count = anchors_per_pass(block_size, len(sequence))
+        for part in torch.split(anchors, count) if len(anchors) else ():
             blocks = make_blocks([part], tokens, supervised, block_size, len(part))
             # No block attends to context after the last anchor.
             length = int(part[-1]) + block_size
@@ -120,6 +125,12 @@ def accepted_drafts(
             sequences, torch.split(comparison.counts(), positions), strict=True
         )
     ]
+
+
+def anchors_per_pass(block_size: int, length: int) -> int:
+    """As many as their scores [heads, anchors * B, length + B] allow."""
+    of_one = HEADS * block_size * (length + block_size) * BYTES_PER_SCORE
+    return max(1, min(ANCHORS_PER_PASS, SCORE_BYTES // of_one))
 
 
 def accepted_drafts_over_ranks(

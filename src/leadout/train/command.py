@@ -6,8 +6,8 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,6 +91,14 @@ states.bin, .marks hidden states of the target, kept to save time (the largest f
 """
 
 
+# If the device is full before the first step.
+_SMALLER = (
+    "Take the target's states from a server on another device (--states-from), or, if a server is "
+    "started on this one, leave room with --gpu-memory-utilization after `--`; set a lower "
+    "--micro-tokens, --recompute or fewer --layers, or use --sharded on several devices."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class _Inputs:
     target: Path
@@ -138,10 +146,11 @@ def train(
         if ranks.count > 1:  # machines may have copies of their own
             require_equal(ranks, f"--data {data}", inputs.corpus.content_hash)
             require_equal(ranks, f"The target {target}", fingerprint(inputs.target))
-        inputs, budget = _within_budget(inputs, _given(config), ranks, states)
-        if earlier is None and config.states == "auto":
-            inputs = _without_needless_states(inputs, out, ranks)
-        run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks, states=states)
+        with _full_device_explained(_SMALLER):
+            inputs, budget = _within_budget(inputs, _given(config), ranks, states)
+            if earlier is None and config.states == "auto":
+                inputs = _without_needless_states(inputs, out, ranks)
+            run = Run(inputs.target, inputs.corpus, inputs.config, out, ranks, states=states)
         run.require_room()
         if ranks.is_leader:  # all that is needed to continue the run
             run.folder.mkdir(parents=True, exist_ok=True)
@@ -150,15 +159,15 @@ def train(
             if budget is not None:
                 budget.write(run.folder)
             inputs.config.write(out / SETTINGS)
+        remedy = (
+            f"Continue with `{again}` and --micro-tokens below "
+            f"{inputs.config.micro_tokens or 'the default'}, --recompute, --states-from with a "
+            "server of the target's states on another device, or --sharded on several; fewer "
+            "--anchors or --layers need another run."
+        )
         try:
-            status = _train(run, out, trackers)
-        except torch.OutOfMemoryError as error:
-            first = str(error).partition(". ")[0]
-            raise TrainError(
-                f"The device is full: {first}. Continue with `{again}` and --micro-tokens below "
-                f"{inputs.config.micro_tokens or 'the default'}, --recompute, or --sharded on "
-                "several devices; fewer --anchors or --layers need another run."
-            ) from error
+            with _full_device_explained(remedy):
+                status = _train(run, out, trackers)
         except TrainingInterrupted as stopped:
             if not ranks.is_leader:
                 raise
@@ -184,6 +193,15 @@ def train(
         ) from error
 
 
+@contextmanager
+def _full_device_explained(remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition(". ")[0]
+        raise TrainError(f"The device is full: {first}. {remedy}") from error
+
+
 def _format(to: Format | None, config: TrainConfig) -> Format:
     if config.draft_vocab is None:
         return to or "zlab"
@@ -206,7 +224,7 @@ def plan(
                 f"loading the target and timing {TIMED_STEPS} steps of this run; this can take a "
                 "few minutes on CPUs"
             )
-        with _states(inputs, ranks, vllm_flags) as states:
+        with _states(inputs, ranks, vllm_flags) as states, _full_device_explained(_SMALLER):
             inputs, _ = _within_budget(inputs, _given(config), ranks, states)
             run = Run(
                 inputs.target, inputs.corpus, inputs.config, Path(scratch), ranks, states=states

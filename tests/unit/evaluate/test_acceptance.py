@@ -19,6 +19,7 @@ from leadout.evaluate.acceptance import (
     TextAcceptance,
     accepted_drafts,
     along_decoding,
+    anchors_per_pass,
     paired_gain,
     summarise,
     tabulate,
@@ -154,3 +155,11 @@ def test_a_small_gain_on_the_same_positions_is_significant() -> None:
     assert gain.relative == pytest.approx(0.06 / 4, rel=0.1)
     assert paired_gain(after, before).difference.high < 0
     assert paired_gain(before, before).p_value == 1
+
+
+def test_long_texts_have_fewer_anchors_in_a_pass() -> None:
+    assert anchors_per_pass(8, 1024) == 64
+    few = anchors_per_pass(8, 32_768)
+    assert 1 <= few < 16
+    assert 64 * few * 8 * 32_776 * 12 <= 1 << 30  # the scores of a pass, in bytes
+    assert anchors_per_pass(16, 1 << 20) == 1

@@ -458,6 +458,9 @@ def test_a_full_device_names_what_needs_less_memory(
     assert ended.exit_code == 2
     assert "The device is full: CUDA out of memory. Continue with `leadout train" in ended.stderr
     assert "--recompute" in ended.stderr
+    ended = train("--epochs", "0.3", "--plan", out="planned")  # with nothing to continue
+    assert ended.exit_code == 2
+    assert "The device is full: CUDA out of memory. Take the target's states" in ended.stderr
 
 
 def test_the_command_to_continue_has_what_the_settings_do_not(
