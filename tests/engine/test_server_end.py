@@ -24,19 +24,6 @@ def test_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) ->
     assert new_processes(before) == []
 
 
-# Starts a server and stays, like a test run or a command that needs one.
-OWNER = """
-import sys
-import time
-from pathlib import Path
-from leadout.engine.server import Server, server_command
-target, log, *flags = sys.argv[1:]
-with Server(server_command(target, flags), log=Path(log)):
-    print("healthy", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_a_server_that_does_not_end_costs_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -51,11 +38,24 @@ def test_a_server_that_does_not_end_costs_no_result(
     guard = running._guard
     assert guard is not None
     while "ready" not in running.log.read_text():
+        assert guard.poll() is None
         time.sleep(0.1)
     running.stop()
     assert "has not ended after" in caplog.text
-    assert str(tmp_path / "log") in caplog.text
+    assert f"process {guard.pid} goes on" in caplog.text
     guard.wait(60)  # which kills it after its grace
+
+
+# Starts a server and stays, like a test run or a command that needs one.
+OWNER = """
+import sys
+from pathlib import Path
+from leadout.engine.server import Server, server_command
+target, log, *flags = sys.argv[1:]
+with Server(server_command(target, flags), log=Path(log)):
+    print("healthy", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_killing_its_owner_leaves_no_server_behind(tmp_path: Path) -> None:

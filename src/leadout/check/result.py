@@ -122,7 +122,8 @@ class Lossless(_Record):
     equal_texts: int
     divergences: list[Divergence]
     largest_allowed_gap: float  # 0 if every text must be equal: in float32, not quantized
-    control: BatchControl | None = None  # None in that case and in results of earlier versions
+    # None in that case, in `leadout learn` and in results of earlier versions.
+    control: BatchControl | None = None
 
 
 class PrefixCache(_Record):

@@ -8,20 +8,25 @@ that other users of the machine can neither read nor forge them.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
+from leadout.engine.fail_safe import LimitedLog
 from leadout.engine.process_folders import PRIVATE, claim, is_ours, private_folder, release
 from leadout.files import FileError, read_model
 
 WINDOW_SECONDS = 60
 SUFFIX = ".json"
+
+_log = LimitedLog(logging.WARNING)
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Key = TypeVar("Key", bound=Hashable)
@@ -74,6 +79,15 @@ def write_small(content: BaseModel, path: Path) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def disk_errors_logged() -> Iterator[None]:
+    """For files that are written again soon: an error of the disk may pass, and ends nothing."""
+    try:
+        yield
+    except OSError as problem:
+        _log("Leadout's counters cannot be written, and are out of date: %s", problem)
 
 
 def read_small(path: Path, kind: type[_Model]) -> _Model | None:

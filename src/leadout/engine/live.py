@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -26,6 +25,7 @@ from leadout.control.prompt_lookup import PromptLookup
 from leadout.engine.counters import (
     WINDOW_SECONDS,
     SlidingWindow,
+    disk_errors_logged,
     read_small,
     remove_small,
     small_file,
@@ -318,7 +318,7 @@ class LiveControl:
         )
         if is_write_due:
             self._written = now
-            with suppress(OSError):  # a full disk, for example: the next file is a second away
+            with disk_errors_logged():
                 write_small(metrics, self._metrics_path)
         if is_log_due:
             self._logged = now

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from leadout.engine.counters import remove_small, small_file, write_small
+from leadout.engine.counters import disk_errors_logged, remove_small, small_file, write_small
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.vllm_adapter import engine_index
 
@@ -79,14 +79,9 @@ class RequestMetricsMixin:
         request_id: str,
     ) -> Any:
         # Called by vLLM for each request of a step with drafts: nothing here may be slow.
-        # The end of a prompt has no drafts, but vLLM pads it where a KV connector did the rest.
-        has_drafts = self.requests[request_id].num_output_tokens > 0  # type: ignore[attr-defined]
-        if has_drafts and self._acceptance_fail_safe.is_on:
-            counts = self._drafts.get(request_id)
-            if counts is None:
-                counts = self._drafts[request_id] = [0, 0]
-            counts[0] += 1
-            counts[1] += num_accepted_tokens
+        if self._acceptance_fail_safe.is_on:
+            with self._acceptance_fail_safe:
+                self._count_step(request_id, num_accepted_tokens)
         return super().make_spec_decoding_stats(  # type: ignore[misc]
             spec_decoding_stats,
             num_draft_tokens=num_draft_tokens,
@@ -94,6 +89,17 @@ class RequestMetricsMixin:
             num_invalid_spec_tokens=num_invalid_spec_tokens,
             request_id=request_id,
         )
+
+    def _count_step(self, request_id: str, accepted: int) -> None:
+        # vLLM pads the last token of a prompt with placeholders if nothing else of it is left to
+        # compute, as after a hit in the prefix cache; these are no drafts.
+        if self.requests[request_id].num_output_tokens == 0:  # type: ignore[attr-defined]
+            return
+        counts = self._drafts.get(request_id)
+        if counts is None:
+            counts = self._drafts[request_id] = [0, 0]
+        counts[0] += 1
+        counts[1] += accepted
 
     def _free_request(self, request: Any, *arguments: Any, **settings: Any) -> Any:
         steps, accepted = self._drafts.pop(request.request_id, (0, 0))
@@ -122,6 +128,5 @@ class RequestMetricsMixin:
 
     def _write_acceptance(self) -> None:
         self._is_write_planned = False  # requests that end from here on need another write
-        # An error of the disk may pass: the next request writes again.
-        with self._acceptance_fail_safe, suppress(OSError):
+        with self._acceptance_fail_safe, disk_errors_logged():
             write_small(self._acceptance, self._acceptance_path)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from leadout.control.rollback import RequestLimits, Tally
 from leadout.engine.clients import ClientReader
-from leadout.engine.counters import remove_small, small_file, write_small
+from leadout.engine.counters import disk_errors_logged, remove_small, small_file, write_small
 from leadout.engine.fail_safe import FailSafe
 from leadout.engine.vllm_adapter import engine_index
 
@@ -155,8 +155,9 @@ class RolloutMixin:
     ) -> None:
         """Count steps with whole blocks only, as expected acceptance is measured with those.
 
-        A step that computes the end of a prompt has no drafts yet; where a KV connector delivered
-        the rest, vLLM pads it with placeholders that nothing accepts.
+        A prompt of which only the last token is left to compute, as after a hit in the prefix
+        cache or with a KV connector, has no drafts yet: vLLM pads it with placeholders that
+        nothing accepts. (It does so for preempted requests too, which are counted.)
         """
         if self.requests[request_id].num_output_tokens == 0:  # type: ignore[attr-defined]
             return
@@ -184,5 +185,5 @@ class RolloutMixin:
                 served = ServedRequests(
                     since=self._since, tally=self._tally, by_client=self._by_client
                 )
-                with suppress(OSError):  # a full disk, for example: the next file comes soon
+                with disk_errors_logged():
                     write_small(served, self._served_path)

@@ -167,11 +167,10 @@ class Server:
             except subprocess.TimeoutExpired:
                 # What was measured is not lost because a process does not end: the guard goes on.
                 logger.warning(
-                    "The server (process %d) has not ended after %.0f s, and may still hold "
-                    "memory. Its log: %s",
-                    guard.pid,
+                    "A server has not ended after %.0f s and may still hold memory; "
+                    "process %d goes on stopping it.",
                     STOP_SECONDS,
-                    self.log,
+                    guard.pid,
                 )
 
     def pause(self) -> None:

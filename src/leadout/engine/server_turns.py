@@ -183,15 +183,18 @@ def choose_turns(
 
 
 def _longest_request_bytes(target: Path, flags: Sequence[str]) -> float:
-    """The KV cache of one request of the maximum length, with that of a drafter; 0: not known."""
+    """The KV cache of one request of the maximum length, with that of a drafter; 0: not known.
+
+    An upper bound: layers with a window or a state instead of a cache count as attention.
+    """
     try:
         per_token = read_sizes(target).kv_values_per_token
         longest = read_target(target).max_positions
     except LeadoutError:
         return 0.0
     asked = flag_value(flags, "--max-model-len")
-    if asked is not None and asked.isdecimal():
-        longest = int(asked)
+    if asked is not None:  # maybe in vLLM's other notations, such as 16k
+        longest = int(asked) if asked.isdecimal() else 0
     return _WEIGHT_FACTOR * 2.0 * per_token * (longest or 0)
 
 

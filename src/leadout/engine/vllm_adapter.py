@@ -245,6 +245,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
     ),
     ROLLOUT: (
         _FREE_REQUEST,
+        *_attributes(_REQUEST, "num_output_tokens"),
         _ADD_REQUEST,
         Internal(
             _SCHEDULER, "reset_prefix_cache", "self, reset_running_requests=, reset_connector="
@@ -412,7 +413,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         _FREE_REQUEST,
         _COUNT_DRAFTS,
         *_attributes(_SCHEDULER, "requests"),
-        *_attributes(_REQUEST, "request_id"),
+        *_attributes(_REQUEST, "request_id num_output_tokens"),
     ),
 }
 

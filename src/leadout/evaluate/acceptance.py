@@ -280,8 +280,9 @@ def acceptance_by_drafter(
     """
     precision = read_checkpoint(drafters[0]).tensors.dtype
     computed_in = compute_dtype(precision, device)
-    reason = why_not_loaded(target, computed_in, device, vllm_flags)
-    served = states is None and not urls and reason is not None
+    served = False
+    if states is None and not urls:
+        served = why_not_loaded(target, computed_in, device, vllm_flags) is not None
     if served:
         device = torch.device("cpu")  # the server that is started takes the GPU
     weights = load_target_weights(TargetFiles(target), computed_in, device)

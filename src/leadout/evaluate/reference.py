@@ -99,7 +99,8 @@ def reference_target(
     """The target in this precision, for texts of up to `longest` tokens.
 
     With `urls` it is that of running servers; else it is loaded here, or served by a server of
-    its own, started with `vllm_flags`, if `served` or if `why_not_loaded` gives a reason.
+    its own, started with `vllm_flags`, if `served` or if `why_not_loaded` gives a reason. For a
+    GPU as the device that was asked before, by `reference_device`.
     With `exact`, running servers of states in FP8 are refused.
     """
     device = device or torch.device("cpu")

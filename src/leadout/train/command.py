@@ -94,8 +94,8 @@ states.bin, .marks hidden states of the target, kept to save time (the largest f
 # If the device is full before the first step.
 _SMALLER = (
     "Take the target's states from a server on another device (--states-from), or, if a server is "
-    "started on this one, leave room with --gpu-memory-utilization after `--`; set a lower "
-    "--micro-tokens, --recompute or fewer --layers, or use --sharded on several devices."
+    "started on this one, leave room with --gpu-memory-utilization after `--`; set --recompute or "
+    "a lower --micro-tokens, use --sharded on several devices, or, for a new run, fewer --layers."
 )
 
 

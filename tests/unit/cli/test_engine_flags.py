@@ -123,6 +123,7 @@ def test_the_gate_of_learn_passes_them_to_both_engines(monkeypatch: pytest.Monke
     monkeypatch.setattr(gate, "run_session", sessions)
     monkeypatch.setattr(gate, "served_draft_tokens", lambda _: 3)
     monkeypatch.setattr(gate, "read_checkpoint", lambda _: FakeCheckpoint)
+    monkeypatch.setattr(gate, "is_quantized", lambda *_: False)
     sample = Sample(id="a", source="b", prompt=[1, 2], response=[3], temperature=0.0)
     with pytest.raises(StopError):
         gate.check_lossless(Path("target"), Path("drafter"), [sample], vllm_flags=FLAGS)

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from leadout.engine.hot_swap import (
     SwapRefusedError,
     is_final,
 )
-from leadout.engine.served_requests import ServedRequests, mask_block_hashes
+from leadout.engine.served_requests import RolloutMixin, ServedRequests, mask_block_hashes
 from leadout.engine.watch_record import WatchRecord, read_records, write_record
 from leadout.files import lock
 from leadout.registry import (
@@ -837,3 +838,26 @@ def test_without_a_prefix_cache_there_is_nothing_to_mask() -> None:
     mask_block_hashes(request, MASK)
     assert request._block_hasher is None
     assert request.block_hashes == []
+
+
+def test_the_padded_end_of_a_prompt_is_no_step_with_drafts() -> None:
+    request = SimpleNamespace(num_output_tokens=0)
+    scheduler: Any = SimpleNamespace(
+        requests={"a": request}, _open_requests={"a": [0, 0]}, num_spec_tokens=7
+    )
+
+    def count(accepted: int) -> list[int]:
+        RolloutMixin._count_step(
+            scheduler,
+            request_id="a",
+            num_draft_tokens=7,
+            num_accepted_tokens=accepted,
+            num_invalid_spec_tokens=None,
+        )
+        found: list[int] = scheduler._open_requests["a"]
+        return found
+
+    assert count(0) == [0, 0]  # vLLM's placeholders, which nothing accepts
+    request.num_output_tokens = 1
+    assert count(2) == [1, 3]
+    assert count(0) == [2, 4]

@@ -114,7 +114,7 @@ def test_on_a_gpu_two_servers_share_the_memory_or_are_up_one_at_a_time(
         ((), "waves"),  # of 512 tokens, by its config
         (("--max-model-len", "100000"), "single"),
         (("--max-model-len", "100000", "-tp", "1000"), "waves"),
-        (("--max-model-len", "16k"), "waves"),  # vLLM's own notation is not read
+        (("--max-model-len", "100k"), "waves"),  # vLLM's own notation is not read
     ],
 )
 def test_on_a_gpu_each_server_holds_a_request_of_the_maximum_length(

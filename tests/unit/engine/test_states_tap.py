@@ -266,7 +266,6 @@ def test_a_gpu_never_waits_and_too_much_is_dropped() -> None:
     assert [float(rows.states[0, 0]) for rows in written] == [1.0, 2.0]
 
 
-@pytest.mark.usefixtures("without_streams")
 def test_a_request_of_which_a_step_was_dropped_is_left_alone(section: LearnSettings) -> None:
     runner = SimpleNamespace(drafter=FakeProposer())
     states_tap = StatesTap(vllm_config(section), torch.device("cpu"))
@@ -292,6 +291,7 @@ def test_a_request_of_which_a_step_was_dropped_is_left_alone(section: LearnSetti
     assert offered == [[2], [3]]  # the first of each, and nothing of it afterwards
 
 
+@pytest.mark.usefixtures("without_streams")
 def test_a_step_that_is_larger_than_the_limit_is_copied_alone() -> None:
     """A chunk of a long prompt: it would never be learnt otherwise."""
     gpu, written = FakeGpu(), []

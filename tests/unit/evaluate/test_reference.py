@@ -88,17 +88,20 @@ def test_a_quantized_target_is_not_loaded(tmp_path: Path, section: str) -> None:
     assert rounding_of(tmp_path, torch.float32) == torch.bfloat16
 
 
-def test_quantization_is_found_in_other_files_and_in_flags(target_folder: Path) -> None:
+def test_quantization_is_found_in_other_files_and_in_flags(
+    target_folder: Path, tmp_path: Path
+) -> None:
     assert not is_quantized(target_folder, ["--tensor-parallel-size", "2"])
     for flags in (["--quantization", "fp8"], ["-q", "fp8"], ["--quantization=fp8"]):
         assert is_quantized(target_folder, flags)
         assert rounding_of(target_folder, torch.float32, flags) == torch.bfloat16
         assert why_not_loaded(target_folder, torch.float32, None, flags) is not None
         assert why_not_loaded(target_folder, torch.float32) is None
-    modelopt = target_folder / "hf_quant_config.json"  # of versions that leave config.json alone
-    modelopt.write_text("{}")
-    assert is_quantized(target_folder)
-    modelopt.unlink()
+    (tmp_path / "config.json").write_text((target_folder / "config.json").read_text())
+    assert not is_quantized(tmp_path)
+    # Of versions of ModelOpt that leave config.json alone.
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    assert is_quantized(tmp_path)
 
 
 def test_a_target_that_does_not_fit_on_the_gpu_is_served(
