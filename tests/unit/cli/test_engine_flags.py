@@ -42,32 +42,8 @@ class FakeSessions:
         return SessionResult(runs=[answered])
 
 
-def test_check_passes_them_to_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions = FakeSessions(2)
-    monkeypatch.setattr(check_run, "run_session", sessions)
-    with pytest.raises(StopError):
-        check_run.run_engines(
-            Path("target"),
-            Path("drafter"),
-            PROMPTS,
-            max_tokens=4,
-            draft_tokens=3,
-            max_length=64,
-            dtype=torch.float32,
-            vllm_flags=FLAGS,
-        )
-    speculative, bare = sessions.requests
-    assert speculative.vllm_flags == bare.vllm_flags == FLAGS
-    assert (speculative.drafter, bare.drafter) == ("drafter", None)
-    assert speculative.recording is None  # the drafter runs in other processes
-
-
-@pytest.mark.parametrize("control", [False, True])
-def test_the_control_is_another_batch_size_without_the_drafter(
-    monkeypatch: pytest.MonkeyPatch, control: bool
-) -> None:
-    sessions = FakeSessions(2)
-    monkeypatch.setattr(check_run, "run_session", sessions)
+def requests_of_check(sessions: FakeSessions, *, control: bool = False) -> list[SessionRequest]:
+    """What `check` asks of the engines with and without a drafter."""
     with pytest.raises(StopError):
         check_run.run_engines(
             Path("target"),
@@ -80,7 +56,25 @@ def test_the_control_is_another_batch_size_without_the_drafter(
             control=control,
             vllm_flags=FLAGS,
         )
-    speculative, bare = sessions.requests
+    return sessions.requests
+
+
+def test_check_passes_them_to_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = FakeSessions(2)
+    monkeypatch.setattr(check_run, "run_session", sessions)
+    speculative, bare = requests_of_check(sessions)
+    assert speculative.vllm_flags == bare.vllm_flags == FLAGS
+    assert (speculative.drafter, bare.drafter) == ("drafter", None)
+    assert speculative.recording is None  # the drafter runs in other processes
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_the_control_is_another_batch_size_without_the_drafter(
+    monkeypatch: pytest.MonkeyPatch, control: bool
+) -> None:
+    sessions = FakeSessions(2)
+    monkeypatch.setattr(check_run, "run_session", sessions)
+    speculative, bare = requests_of_check(sessions, control=control)
     batches = [each.batch for each in bare.passes]
     assert batches == ([None, check_run.CONTROL_BATCH] if control else [None])
     assert all(each.batch is None for each in speculative.passes)
