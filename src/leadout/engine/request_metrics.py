@@ -81,7 +81,7 @@ class RequestMetricsMixin:
         # Called by vLLM for each request of a step with drafts: nothing here may be slow.
         if self._acceptance_fail_safe.is_on:
             with self._acceptance_fail_safe:
-                self._count_step(request_id, num_accepted_tokens)
+                self._count_drafts(request_id, num_accepted_tokens)
         return super().make_spec_decoding_stats(  # type: ignore[misc]
             spec_decoding_stats,
             num_draft_tokens=num_draft_tokens,
@@ -90,7 +90,7 @@ class RequestMetricsMixin:
             request_id=request_id,
         )
 
-    def _count_step(self, request_id: str, accepted: int) -> None:
+    def _count_drafts(self, request_id: str, accepted: int) -> None:
         # vLLM pads the last token of a prompt with placeholders if nothing else of it is left to
         # compute, as after a hit in the prefix cache; these are no drafts.
         if self.requests[request_id].num_output_tokens == 0:  # type: ignore[attr-defined]

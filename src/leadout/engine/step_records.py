@@ -116,7 +116,7 @@ class StepRecordingMixin:
         config = settings["vllm_config"]
         folder = read_section(config, CALIBRATION, CalibrationSettings).folder
         self._clock = StepClock()
-        self._in_flight: StepsInFlight[Moment] = StepsInFlight()
+        self._recorded_in_flight: StepsInFlight[Moment] = StepsInFlight()
         self._round = NO_ROUND
         self._lengths: Iterator[int] = repeat(self.num_spec_tokens)
         # The reader shortens the file, so every line goes to wherever it ends now.
@@ -127,7 +127,7 @@ class StepRecordingMixin:
         scheduled = self._clock.start()
         output = super().schedule(*arguments, **settings)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
-            self._in_flight.add(output, scheduled)
+            self._recorded_in_flight.add(output, scheduled)
         return output
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
@@ -137,7 +137,7 @@ class StepRecordingMixin:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        scheduled = self._in_flight.take(scheduler_output)
+        scheduled = self._recorded_in_flight.take(scheduler_output)
         if scheduled is not None:
             seconds = self._clock.end(scheduled)
             record = self._record(scheduler_output, model_runner_output, seconds)
