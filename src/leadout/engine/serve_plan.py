@@ -221,12 +221,11 @@ class _Planner:
         ]
         if self._tuned is not None:
             require_no_draft_length(self._speculation)
-            measured_with = self._target_folder("--tuned"), checkpoint.path
+            pair = self._target_folder("--tuned"), checkpoint.path
             if settings.registry is None:
-                self._tuned.require_pair(*measured_with)
+                self._tuned.require_pair(*pair)
             else:
-                block_size = checkpoint.config.block_size
-                notes += self._tuned.notes_on_version(*measured_with, block_size)
+                notes += self._tuned.notes_on_version(*pair, checkpoint.config.block_size)
         flags = self._fitting_flags(drafter, checkpoint)
         if not any(map(is_speculation, flags)):
             return self._without_drafter(flags)
