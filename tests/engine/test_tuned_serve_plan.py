@@ -205,11 +205,14 @@ def test_flags_that_change_the_cost_of_a_step_are_noted(
     tuned = tuning_of(target, drafter, GOOD).model_copy(update={"server": served})
     notes = "\n".join(plan_of(tuned, tmp_path, target, drafter).notes)
     assert "tensor_parallel_size" not in notes
-    other = served.model_copy(update={"tensor_parallel_size": 2, "quantization": "fp8"})
+    other = served.model_copy(
+        update={"tensor_parallel_size": 2, "quantization": "fp8", "device": "NVIDIA A100"}
+    )
     tuned = tuned.model_copy(update={"server": other})
     notes = "\n".join(plan_of(tuned, tmp_path, target, drafter).notes)
     assert "measured with tensor_parallel_size 2, now 1; tune again" in notes
     assert "measured with quantization fp8, now absent" in notes
+    assert "measured with device NVIDIA A100, now absent" in notes
     # As `leadout tune` starts servers on CPUs: no difference that tuning again would not remove.
     eager = server_config(vllm_config_of(str(target), (*CPU_FLAGS, *FLAGS)))
     assert eager == served

@@ -23,6 +23,7 @@ from leadout.bench.predict import CostModel, Served, predicted_speedup, share_cl
 from leadout.bench.settings import BenchError
 from leadout.bench.setup import BARE, BARE_AGAIN, Arm, BenchSetup, Cell
 from leadout.engine.load_test import LoadResult
+from leadout.engine.server_turns import Turns
 from leadout.errors import shown
 from leadout.files import (
     FileError,
@@ -192,6 +193,10 @@ class RoundsFile:
         write_text(self._path, "".join(each.model_dump_json() + "\n" for each in done))
         return done
 
+    def turns(self) -> Turns | None:
+        """How the servers of the earlier runs took turns; None if nothing was measured."""
+        return self._earlier_setup().turns if self.read() else None
+
     def read(self) -> list[Measured]:
         try:
             lines = list(read_lines(self._path))
@@ -214,15 +219,18 @@ class RoundsFile:
         with self._path.open("a", encoding="utf-8") as lines:
             lines.write("".join(each.model_dump_json() + "\n" for each in measured))
 
-    def _require_same(self, setup: BenchSetup) -> None:
+    def _earlier_setup(self) -> BenchSetup:
         path = self._folder / SETTINGS
         try:
-            earlier = read_model(path, BenchSetup)
+            return read_model(path, BenchSetup)
         except FileError:
             raise BenchError(
                 f"{path} is missing or not the setup of a bench, so that {self._path} cannot be "
                 "continued: use another folder."
             ) from None
+
+    def _require_same(self, setup: BenchSetup) -> None:
+        earlier = self._earlier_setup()
         if setup.can_continue(earlier):
             return
         ours, theirs = setup.model_dump(), earlier.model_dump()

@@ -30,6 +30,7 @@ from leadout.control.tuned_file import read_tuned
 from leadout.engine.installation import installed_distribution
 from leadout.engine.load_test import LoadRequest, LoadResult
 from leadout.engine.server_turns import choose_turns, model_location, started
+from leadout.engine.vllm_flags import is_speculation
 from leadout.errors import StoppedError
 from leadout.files import require_writable
 from leadout.models import fingerprint, last_part, local_folder
@@ -66,16 +67,25 @@ def bench(settings: BenchSettings, progress: Progress) -> BenchResult:
 
 def plan(settings: BenchSettings) -> BenchPlan:
     """What a bench would measure and how long that takes."""
-    prepared = prepare(settings)
+    prepared = prepare(settings, config_only=True)
     measured = prepared.rounds.read() if settings.resume else []
     return make_plan(prepared.setup, [each.cell for each in measured])
 
 
-def prepare(settings: BenchSettings) -> Bench:
-    """Read every file, so that mistakes are reported before a server starts."""
+def prepare(settings: BenchSettings, *, config_only: bool = False) -> Bench:
+    """Read every file, so that mistakes are reported before a server starts.
+
+    Without `config_only` the target's weights are downloaded: a server has a limit of time for its
+    start, and the sizes of the files say how many servers fit into memory.
+    """
     require_writable("--out", settings.out)
+    if speculation := next(filter(is_speculation, settings.server_flags), None):
+        raise BenchError(
+            f"{speculation} after -- would be a flag of all servers, also of bare vLLM. Name the "
+            "drafter with --draft and draft lengths with --draft-tokens."
+        )
     revision, download_dir = model_location(settings.server_flags)
-    target = local_folder(settings.target, revision, download_dir, config_only=True)
+    target = local_folder(settings.target, revision, download_dir, config_only=config_only)
     folders = {
         draft: local_folder(draft, None, download_dir) for draft in dict.fromkeys(settings.draft)
     }
@@ -109,6 +119,8 @@ def prepare(settings: BenchSettings) -> Bench:
             "CUDA graphs; remove the flag."
         )
     turns = settings.turns
+    if turns == "auto" and settings.resume:  # whatever memory is free now
+        turns = RoundsFile(settings.out).turns() or turns
     if turns == "auto":
         turns = choose_turns(
             len(arms),

@@ -197,6 +197,7 @@ class ServerConfig(_Part):
     pipeline_parallel_size: int
     quantization: str | None
     kv_cache_dtype: str
+    device: str | None = None  # the name of the accelerator; None for a CPU, and in earlier files
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ SMALL_KV_SPACE = "1"  # vLLM's default is most of the memory, for each of severa
 STARTUP_SECONDS = 1800.0  # large models load slowly; a server that dies is noticed at once
 # Compilation takes minutes on CPUs, and vLLM's own kernels are faster.
 CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops": ["all"]}')
-_GPU_MEMORY = 0.9  # vLLM's own default, here for all servers together
+_GPU_MEMORY = 0.9  # for all servers together, a little below vLLM's default for one
 _GPU_MEMORY_FLAG = "--gpu-memory-utilization"
 _GIB = 2**30
 _PROCESS_BYTES = 2 * _GIB  # of a server, besides weights and cache
@@ -165,7 +165,7 @@ def choose_turns(
         import torch
 
         asked = flag_value(flags, _GPU_MEMORY_FLAG)
-        if not torch.cuda.is_available() or (asked and servers * float(asked) > _GPU_MEMORY):
+        if not torch.cuda.is_available() or (asked and not _leaves_room(asked, servers)):
             return "single"
         free, _ = torch.cuda.mem_get_info()
         # A cache that is divided holds fewer requests, but vLLM starts only if the longest one
@@ -180,6 +180,14 @@ def choose_turns(
     if needed >= available_bytes():
         return "single"
     return "slices" if can_stop else "waves"
+
+
+def _leaves_room(asked: str, servers: int) -> bool:
+    """Whether so many servers may each have this share of the memory."""
+    try:
+        return servers * float(asked) <= _GPU_MEMORY
+    except ValueError:  # vLLM refuses it, with its own words
+        return False
 
 
 def _longest_request_bytes(target: Path, flags: Sequence[str]) -> float:

@@ -33,11 +33,13 @@ def states_server(
     longest: int,
     dtype: str,
     vllm_flags: Sequence[str] = (),
+    gpu_memory: float | None = None,
 ) -> Iterator[str]:
     """The URL of a server for texts of up to `longest` tokens, while the block lasts.
 
-    It runs in processes of its own, through `leadout serve`: this one does not load vLLM. Its log
-    is kept only if the server does not start, or if the block fails.
+    `gpu_memory` is the share of a GPU's memory that it takes where this process needs the rest;
+    the user's flags take precedence. It runs in processes of its own, through `leadout serve`: this
+    one does not load vLLM. Its log is kept only if the server does not start or the block fails.
     """
     folder = make_folder(_place())
     holder = hold(folder)
@@ -49,7 +51,10 @@ def states_server(
         command += ["--states-folder", str(folder), "--states-backlog", f"{backlog:.4f}"]
         if not torch.accelerator.is_available():
             command += machine_flags(on_cpu=True, servers=1)
-        command += _with_defaults(vllm_flags, {"--dtype": dtype, "--max-model-len": longest + 1})
+        defaults: dict[str, object] = {"--dtype": dtype, "--max-model-len": longest + 1}
+        if gpu_memory is not None and torch.accelerator.is_available():
+            defaults["--gpu-memory-utilization"] = gpu_memory
+        command += _with_defaults(vllm_flags, defaults)
         descriptor, log = tempfile.mkstemp(prefix="leadout-states-", suffix=".log")
         os.close(descriptor)
         server = Server(

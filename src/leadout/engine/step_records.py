@@ -89,6 +89,8 @@ def server_facts(vllm_config: Any) -> ServerFacts:
 
 def server_config(vllm_config: Any) -> ServerConfig:
     """What changes the cost of a step, besides the models, their precision and the runner."""
+    from leadout.engine.vllm_adapter import device_name
+
     parallel = vllm_config.parallel_config
     quantization = vllm_config.model_config.quantization
     return ServerConfig(
@@ -98,6 +100,7 @@ def server_config(vllm_config: Any) -> ServerConfig:
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         quantization=None if quantization is None else str(quantization),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        device=device_name(),
     )
 
 

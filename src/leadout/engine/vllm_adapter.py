@@ -534,6 +534,13 @@ def platform_worker() -> Any:
     return _found(_WORKER)
 
 
+def device_name() -> str | None:
+    """The name of this process's first accelerator; None on a CPU."""
+    from vllm.platforms import current_platform
+
+    return None if current_platform.is_cpu() else str(current_platform.get_device_name())
+
+
 def engine_index(vllm_config: Any) -> int:
     """The number of this engine among those of its server.
 

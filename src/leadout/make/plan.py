@@ -176,11 +176,16 @@ def training_gain(dtype: str, clock: Clock = product_seconds) -> float:
     return max(1.0, emulated / exact)
 
 
-def estimated_speed(subject: Subject, times: ProductTimes, gain: float = 1.0) -> Speed:
-    """From the size of the target; `gain` is that of training."""
+def estimated_speed(
+    subject: Subject, times: ProductTimes, gain: float = 1.0, devices: int = 1
+) -> Speed:
+    """From the size of the target; `gain` is that of training.
+
+    An engine divides its passes among `devices`; training computes on one.
+    """
 
     def rate(requests: int) -> float:
-        return requests / times.forward_seconds(subject.target_bytes, requests)
+        return devices * requests / times.forward_seconds(subject.target_bytes, requests)
 
     return Speed(
         measured=False,

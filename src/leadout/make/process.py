@@ -91,9 +91,15 @@ def _read(process: subprocess.Popen[str], log: Path, follow: Follow) -> None:
                 follow(line.removeprefix(_PREFIX).partition(": ")[2].strip())
 
 
-def reason(log: Path, code: int) -> str:
-    """Why a command failed, from the end of its log."""
+def size_of(log: Path) -> int:
+    """Where the next attempt's part of a log begins."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def reason(log: Path, code: int, since: int = 0) -> str:
+    """Why a command failed, from the end of its log; the bytes before `since` are of others."""
     text = read_text(log) if log.exists() else ""
+    text = text.encode()[since:].decode(errors="replace")
     lines = text.splitlines()
     starts = [place for place, line in enumerate(lines) if line.startswith(_ERRORS)]
     if starts:

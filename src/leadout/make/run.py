@@ -26,6 +26,7 @@ from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.data.manifest import Manifest
 from leadout.data.prompts import read_prompts
 from leadout.engine.offline import SESSION_SETTINGS
+from leadout.engine.server_turns import devices_of
 from leadout.errors import FAILED, INTERRUPTED, NEGATIVE, SUCCESS, StoppedError
 from leadout.files import Timeout, lock, read_model, require_writable, write_text
 from leadout.make.expected import expectation
@@ -40,7 +41,7 @@ from leadout.make.plan import (
     measured_times,
     training_gain,
 )
-from leadout.make.process import Command, Follow, reason, run_command
+from leadout.make.process import Command, Follow, reason, run_command, size_of
 from leadout.make.result import MakeResult, Results, result_of, write_page
 from leadout.make.settings import MakeError, MakeSettings
 from leadout.make.stages import (
@@ -182,7 +183,10 @@ def _earlier(ready: Preparation) -> MakeState | None:
 
 def _estimate(ready: Preparation, clock: Clock) -> MakePlan:
     times = _product_times(ready.settings, clock)
-    speed = estimated_speed(ready.subject, times, training_gain(ready.settings.dtype))
+    gain, devices = training_gain(ready.settings.dtype), devices_of(ready.settings.vllm_flags)
+    # Steps of the engine are shared by its devices; training has one process.
+    speed = estimated_speed(ready.subject, times, gain, devices)
+    times = times.divided_among(devices)
     return make_plan(ready.settings, ready.subject, speed, times)
 
 
@@ -242,8 +246,10 @@ class _Maker:
         if self._state.plan is not None:  # data may have been started with its sizes
             return self._state.plan
         products = _product_times(self._settings, self._clock)
-        times = measured_times(self._subject, costs, products)
-        speed = measured_speed(self._subject, costs, times, training_gain(self._settings.dtype))
+        gain, devices = training_gain(self._settings.dtype), devices_of(self._settings.vllm_flags)
+        times = measured_times(self._subject, costs, products.divided_among(devices))
+        # Training has one process, and measured passes were those of all devices.
+        speed = measured_speed(self._subject, costs, times, gain / devices)
         spent = self._state.seconds.get("costs", 0.0)
         planned = make_plan(self._settings, self._subject, speed, times, spent)
         _say(self._progress, planned.text().partition("\n")[2])  # without the stage that is done
@@ -296,7 +302,7 @@ class _Maker:
             else:
                 self._progress.say(f"{title}: {line}")
 
-        began, is_stopped = time.monotonic(), False
+        began, is_stopped, since = time.monotonic(), False, size_of(log)
         try:
             code = self._runner(command, follow)
         except KeyboardInterrupt:
@@ -312,9 +318,9 @@ class _Maker:
             raise StoppedError(f"Stopped in stage {title}. Run the same command again to continue.")
         if code not in stage.codes or not stage.file.exists():
             error = StageFailedError(
-                f"Stage {title} failed: {reason(command.log, code)}\nIts log is {command.log}. Run "
-                "the same command again to continue from there."
-                + (self._other_training() if stage.name == "train" else "")
+                f"Stage {title} failed: {reason(command.log, code, since)}\nIts log is "
+                f"{command.log}. Run the same command again to continue from there."
+                + (self._other_training(stage) if stage.name == "train" else "")
             )
             error.exit_code = NEGATIVE if code == NEGATIVE else FAILED
             raise error
@@ -340,19 +346,21 @@ class _Maker:
             )
         self._progress.say(f"{title}: the time for it is over; training takes {samples:,} answers")
 
-    def _other_training(self) -> str:
+    def _other_training(self, stage: Stage) -> str:
         """How to change a setting of training without generating the text anew."""
-        out, target = self._places.out, self._settings.target
-        words = ["leadout", "train", target, "--data", str(self._places.data), "--out", str(out)]
-        if self._places.training.exists():
+        has_begun = self._places.training.exists()
+        if has_begun:  # in this attempt, maybe
+            stage = train_stage(self._settings, self._places, [])
+        words = shlex.join(["leadout", *(word for word in stage.words if word != "--json")])
+        where = " before the --" if "--" in stage.words else ""
+        if has_begun:
             return (
-                " If it needs less memory, run "
-                f"`{shlex.join([*words, '--resume'])}` with --micro-tokens N or --recompute, and "
-                "then the same `leadout make`."
+                f" If it needs less memory, run `{words}` with --micro-tokens N or --recompute"
+                f"{where}, and then the same `leadout make`."
             )
         return (
-            " To train with other settings on the same text, run "
-            f"`{shlex.join(words)}` with them, and then the same `leadout make`."
+            f" To train with other settings on the same text, run `{words}` with them{where}, and "
+            "then the same `leadout make`."
         )
 
     def _require_same_drafter(self) -> None:

@@ -15,6 +15,10 @@ from leadout.evaluate.reference import why_not_loaded
 from leadout.evaluate.served_states import ServedStates, states_from
 from leadout.train.config import TrainConfig, TrainError
 
+# Of a GPU that the trainer shares with its server of states; vLLM would take almost all of it, of
+# which a few texts at a time need little.
+SERVER_MEMORY = 0.7
+
 
 @contextmanager
 def served_states(
@@ -48,7 +52,12 @@ def served_states(
     with ExitStack() as opened:
         if not urls:
             server = states_server(
-                target, layer_ids, longest=longest, dtype=config.precision, vllm_flags=vllm_flags
+                target,
+                layer_ids,
+                longest=longest,
+                dtype=config.precision,
+                vllm_flags=vllm_flags,
+                gpu_memory=SERVER_MEMORY,
             )
             urls = (opened.enter_context(server),)
         source = states_from(

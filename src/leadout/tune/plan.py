@@ -136,6 +136,10 @@ class ProductTimes:
         scale = _scale(model_bytes)
         return cls(one / scale, max(many - one, 0.0) / max(tokens - 1, 1) / scale)
 
+    def divided_among(self, devices: int) -> Self:
+        """Of an engine that divides every pass; what the devices tell each other is not counted."""
+        return type(self)(self.one / devices, self.per_token / devices)
+
     def forward_seconds(self, model_bytes: float, tokens: int) -> float:
         """One pass of a model over so many tokens."""
         return _scale(model_bytes) * (self.one + self.per_token * (tokens - 1))

@@ -52,6 +52,26 @@ def settings(pair: tuple[Path, Path], out: Path, **changes: object) -> BenchSett
     return BenchSettings.resolve({**given, **changes})
 
 
+@pytest.mark.parametrize("flag", ["--speculative-config", "--spec-tokens=3", "-sc.method"])
+def test_flags_that_let_bare_servers_draft_are_refused(
+    pair: tuple[Path, Path], tmp_path: Path, flag: str
+) -> None:
+    with pytest.raises(BenchError, match=f"{flag} after -- would be a flag of all .* --draft"):
+        prepare(settings(pair, tmp_path, server_flags=(flag, "{}")))
+
+
+def test_servers_take_turns_as_before_an_interruption(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What memory is free now does not matter: pairs of rounds must be alike."""
+    first = prepare(settings(pair, tmp_path, turns="single")).setup
+    RoundsFile(tmp_path).begin(first, resume=False)
+    RoundsFile(tmp_path).append(measured(first, lambda _: 30.0)[:1])
+    monkeypatch.setattr(run, "choose_turns", lambda *_, **__: "waves")
+    assert prepare(settings(pair, tmp_path, turns="auto", resume=True)).setup == first
+    assert prepare(settings(pair, tmp_path / "new", turns="auto")).setup.turns == "waves"
+
+
 def test_settings_are_complete_before_a_server_starts(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

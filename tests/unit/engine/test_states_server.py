@@ -66,6 +66,23 @@ def test_the_folder_is_in_shared_memory_if_that_has_room(
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"), [((), "0.7"), (("--gpu-memory-utilization", "0.5"), "0.5")]
+)
+def test_a_trainer_on_the_same_gpu_keeps_its_share(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    """On a machine that says it has one."""
+    monkeypatch.setattr(module.torch.accelerator, "is_available", lambda: True)
+    given = {"longest": 9, "dtype": "bfloat16", "vllm_flags": flags}
+    with states_server("target", [1], **given, gpu_memory=0.7):
+        command = FakeServer.command
+    assert command[command.index("--gpu-memory-utilization") + 1] == expected
+    assert list(command).count("--gpu-memory-utilization") == 1
+    with states_server("target", [1], longest=9, dtype="bfloat16"):
+        assert "--gpu-memory-utilization" not in FakeServer.command
+
+
 def test_the_log_of_a_server_that_does_not_start_is_kept(
     monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:

@@ -168,6 +168,10 @@ def test_speeds_from_the_size_of_the_target(folder: Path) -> None:
     training = estimated_speed(subject, TIMES, gain=3.0)
     assert training.operations_per_second == pytest.approx(3 * speed.operations_per_second)
     assert training.answer_tokens_per_second == speed.answer_tokens_per_second
+    parallel = estimated_speed(subject, TIMES, devices=4)
+    assert parallel.answer_tokens_per_second == pytest.approx(4 * speed.answer_tokens_per_second)
+    assert parallel.session_tokens_per_second == pytest.approx(4 * speed.session_tokens_per_second)
+    assert parallel.operations_per_second == speed.operations_per_second  # of one trainer
 
 
 def test_speeds_and_times_from_measured_steps(folder: Path) -> None:

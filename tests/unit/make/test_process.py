@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from leadout.make.process import Command, reason, run_program
+from leadout.make.process import Command, reason, run_program, size_of
 from support.processes import family_of, wait_until_gone
 
 SAVES = """
@@ -85,3 +85,12 @@ def test_reasons(tmp_path: Path) -> None:
     log.write_text("Traceback\nKeyError: 1\n")
     assert reason(log, 2).startswith("it ended with exit code 2.\nTraceback")
     assert reason(tmp_path / "none", 130) == "it was interrupted"
+
+
+def test_a_log_has_earlier_attempts(tmp_path: Path) -> None:
+    log = tmp_path / "stage.log"
+    assert size_of(log) == 0
+    log.write_text("error: earlier, with ü.\n")
+    since = size_of(log)
+    log.write_text(log.read_text() + "error: later.\n")
+    assert reason(log, 2, since) == "later."

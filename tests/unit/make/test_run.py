@@ -290,9 +290,38 @@ def test_failed_training_says_how_to_keep_the_text(
         return FAILED
 
     fake.instead["train"] = fails
-    again = f"`leadout train {target} --data {out / 'data'} --out {out}`"
-    with pytest.raises(StageFailedError, match=re.escape(again)):
+    flags = ("--tensor-parallel-size", "2")
+    with pytest.raises(StageFailedError) as e:
+        make(vllm_flags=flags)
+    command = str(e.value).split("`")[1]
+    assert command.startswith(f"leadout train {target} --data {out / 'data'} --out {out} ")
+    assert re.search(r" --precision \S+ --max-length \d+ --tokens \d+ -- ", command)
+    assert command.endswith("-- --tensor-parallel-size 2")
+    assert "with them before the --, and" in str(e.value)
+    (out / "training.yaml").write_text("")  # the next attempt fails after it has begun
+    with pytest.raises(StageFailedError, match=r"--out \S+ --resume -- --tensor-parallel-size 2`"):
+        make(vllm_flags=flags)
+
+
+def test_the_reason_is_that_of_the_last_attempt(
+    make: Make, fake: FakeStages, tmp_path: Path
+) -> None:
+    def fails_otherwise(text: str, code: int) -> Callable[[Command], int]:
+        def run(command: Command) -> int:
+            with command.log.open("a") as log:
+                log.write(text)
+            return code
+
+        return run
+
+    fake.instead["train"] = fails_otherwise("error: No space left.\n", FAILED)
+    with pytest.raises(StageFailedError, match="No space left"):
         make()
+    fake.instead["train"] = fails_otherwise("step 3\n", 137)
+    with pytest.raises(StageFailedError) as e:
+        make()
+    assert "No space left" not in str(e.value)
+    assert "step 3" in str(e.value)
 
 
 def test_an_answer_longer_than_the_text_to_train_on_is_refused(make: Make) -> None:
