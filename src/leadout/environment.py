@@ -13,7 +13,7 @@ from rich.console import Console
 
 from leadout.console import facts_table, table
 from leadout.engine.installation import EngineFacts, probe_engine
-from leadout.engine.vllm_adapter import SUPPORTED
+from leadout.engine.vllm_internals import SUPPORTED
 from leadout.version import __version__, installed_version
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pydantic")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from leadout.engine.settings import SCHEDULER
-from leadout.engine.vllm_adapter import INTERNALS, is_usable
+from leadout.engine.vllm_internals import INTERNALS, is_usable
 from support.drafters import TINY_DRAFTER, write_random_drafter
 from support.models import tiny_llama
 

@@ -21,7 +21,7 @@ from leadout.checkpoints import (
     read_checkpoint,
 )
 from leadout.engine.installation import installed_distribution
-from leadout.engine.vllm_adapter import SUPPORTED, is_supported
+from leadout.engine.vllm_internals import SUPPORTED, is_supported
 from leadout.environment import known_problems
 from leadout.files import FileError, read_model
 from leadout.findings import Finding, Severity, error, finding, note, warning

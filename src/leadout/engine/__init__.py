@@ -33,5 +33,6 @@ Engines for other commands
 - `installation`: which vLLM is installed, and whether it works
 
 For all of these
-- `vllm_adapter`: vLLM's internals in use, and the check that they are as expected
+- `vllm_adapter`: vLLM's internal classes and functions, for all modules that use them
+- `vllm_internals`: the internals in use, and the check that they are as expected
 """

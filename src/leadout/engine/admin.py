@@ -40,7 +40,8 @@ from leadout.engine.rollout import ServingDrafter
 from leadout.engine.served_requests import served_requests_file
 from leadout.engine.settings import followed_registry, version_of_drafter
 from leadout.engine.states_routes import attach_states, init_states
-from leadout.engine.vllm_adapter import ROLLOUT, engine_count, is_usable
+from leadout.engine.vllm_adapter import engine_count
+from leadout.engine.vllm_internals import ROLLOUT, is_usable
 from leadout.errors import LeadoutError
 from leadout.files import first_problem
 from leadout.registry import Manifest, Registry

@@ -26,16 +26,15 @@ from leadout.engine.pair import require_fit
 from leadout.engine.settings import restore_draft_table
 from leadout.engine.staging import ParameterFormat
 from leadout.engine.vllm_adapter import (
-    DRAFT_CLASS,
     DFlashQwen3ForCausalLM,
     DFlashQwen3Model,
     all_layers_share_blocks,
     draft_folder,
     get_forward_context,
-    is_usable,
     model_runner,
     rms_norm,
 )
+from leadout.engine.vllm_internals import DRAFT_CLASS, is_usable
 from leadout.models import is_left_to_vllm
 
 # Copies of weights that vLLM makes for one fused projection of the context.

@@ -15,7 +15,8 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from leadout.engine.vllm_adapter import IDLE_DRAFTER, is_usable, platform_worker
+from leadout.engine.vllm_adapter import platform_worker
+from leadout.engine.vllm_internals import IDLE_DRAFTER, is_usable
 
 
 def skipping(base: type[Any]) -> type[Any]:

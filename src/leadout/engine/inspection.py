@@ -22,7 +22,8 @@ from leadout.checkpoints.store import load_tensors
 from leadout.engine.child_process import EngineError
 from leadout.engine.hot_swap import SwapExtension
 from leadout.engine.step_records import ServerFacts, server_facts
-from leadout.engine.vllm_adapter import DRAFT_RECORDING, is_usable, model_runner
+from leadout.engine.vllm_adapter import model_runner
+from leadout.engine.vllm_internals import DRAFT_RECORDING, is_usable
 
 INSPECTION = f"{__name__}.InspectionExtension"
 INSPECTION_AND_SWAP = f"{__name__}.InspectionAndSwapExtension"

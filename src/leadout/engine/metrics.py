@@ -47,13 +47,8 @@ from leadout.engine.plugin import SWITCH
 from leadout.engine.request_metrics import MIN_STEPS, RequestAcceptance, request_acceptance_file
 from leadout.engine.served_texts import StatesCounters, TextCounters
 from leadout.engine.settings import CAPTURE, LEARN, LEARN_STATES, SCHEDULER, sections_of
-from leadout.engine.vllm_adapter import (
-    METRICS,
-    AggregateStatLoggerBase,
-    is_dflash,
-    is_supported,
-    is_usable,
-)
+from leadout.engine.vllm_adapter import AggregateStatLoggerBase, is_dflash
+from leadout.engine.vllm_internals import METRICS, is_supported, is_usable
 
 logger = logging.getLogger("vllm.leadout")
 

@@ -12,16 +12,14 @@ from vllm.logger import init_logger
 from leadout.checkpoints import Checkpoint, UnsupportedCheckpointError, read_checkpoint
 from leadout.dflash.config import DrafterConfig
 from leadout.engine.vllm_adapter import (
-    ATTENTION_CHECK,
-    TARGET_CHECK,
     dflash_layer_causal,
     draft_folder,
     get_attn_backend,
     get_model_cls,
-    is_usable,
     model_runner,
     supports_eagle3,
 )
+from leadout.engine.vllm_internals import ATTENTION_CHECK, TARGET_CHECK, is_usable
 from leadout.errors import NEGATIVE, LeadoutError
 from leadout.findings import Finding, Severity
 from leadout.models import is_left_to_vllm

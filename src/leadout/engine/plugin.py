@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from leadout.engine.vllm_adapter import CAUSALITY, SUPPORTED, is_supported, is_usable
+from leadout.engine.vllm_internals import CAUSALITY, SUPPORTED, is_supported, is_usable
 from leadout.version import __version__
 
 SWITCH = "LEADOUT_PLUGIN"

@@ -45,7 +45,8 @@ from leadout.engine.settings import (
 )
 from leadout.engine.step_clock import StepsInFlight
 from leadout.engine.step_records import StepRecordingMixin
-from leadout.engine.vllm_adapter import (
+from leadout.engine.vllm_adapter import AsyncScheduler, Scheduler, engine_index, is_dflash
+from leadout.engine.vllm_internals import (
     CAPTURE_OF_TRAFFIC,
     LABEL_WORKAROUND,
     LEARNING,
@@ -55,10 +56,6 @@ from leadout.engine.vllm_adapter import (
     SAMPLING_WORKAROUND,
     SEED_WORKAROUND,
     STEP_RECORDS,
-    AsyncScheduler,
-    Scheduler,
-    engine_index,
-    is_dflash,
     is_supported,
     is_usable,
 )

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from leadout.engine.vllm_adapter import (
-    CPU_KERNEL,
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
     is_pin_memory_available,
 )
+from leadout.engine.vllm_internals import CPU_KERNEL
 from leadout.errors import LeadoutError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from leadout.engine.process_folders import SHARED_MEMORY
 from leadout.engine.settings import ServeSettings, StatesSettings
 from leadout.engine.states_folder import hold, make_folder
-from leadout.engine.vllm_adapter import STATE_EXTRACTION, changes
 from leadout.engine.vllm_flags import parse, speculation_of, vllm_config_of
+from leadout.engine.vllm_internals import STATE_EXTRACTION, changes
 from leadout.models import fingerprint
 from leadout.pairing import read_target
 from leadout.pairing.target import spread_layer_ids

@@ -29,12 +29,8 @@ from leadout.engine.fail_safe import FailSafe
 from leadout.engine.idle_drafter import IdleDrafterWorker
 from leadout.engine.served_texts import PART, StatesCounters, key_of, ring_info
 from leadout.engine.settings import LEARN, LEARN_STATES, LearnSettings, read_section, sections_of
-from leadout.engine.vllm_adapter import (
-    LEARNING,
-    engine_index,
-    is_pin_memory_available,
-    is_usable,
-)
+from leadout.engine.vllm_adapter import engine_index, is_pin_memory_available
+from leadout.engine.vllm_internals import LEARNING, is_usable
 from leadout.ring.folder import STATES, open_writer, prepare
 from leadout.ring.memory import RingError
 from leadout.ring.records import StatesRecord

@@ -15,7 +15,7 @@ from pathlib import Path
 import fill_docs
 import pytest
 
-from leadout.engine.vllm_adapter import SUPPORTED
+from leadout.engine.vllm_internals import SUPPORTED
 from support.doc_allowed import BY_PAGE, EVERYWHERE
 from support.doc_claims import claims, supported_vllm
 from support.doc_scan import paragraphs, prose, untraced

@@ -7,7 +7,7 @@ import pytest
 
 from leadout.engine import idle_drafter
 from leadout.engine.idle_drafter import skip_idle_drafts
-from leadout.engine.vllm_adapter import IDLE_DRAFTER
+from leadout.engine.vllm_internals import IDLE_DRAFTER
 
 
 class FakeSpeculator:
