@@ -16,6 +16,7 @@ Inside vLLM's processes
 Starting a server
 - `settings`: of `leadout serve`, and of the features above in vLLM's `additional_config`
 - `serve_plan`: from `leadout serve` to the command of a vLLM server
+- `draft_plan`: what a drafter becomes in it: draft lengths, worker, room in a step, CUDA graphs
 - `tuned_plan`: what a file of `leadout tune` becomes in it
 - `cuda_graphs`: up to how many requests full CUDA graphs are captured
 - `vllm_flags`: parses the user's vLLM flags, makes those of Leadout's features

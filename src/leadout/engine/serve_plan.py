@@ -7,64 +7,41 @@ fills in the defaults of this machine, exactly as the server will do.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from leadout.checkpoints import Checkpoint, CheckpointError, load_weights, read_checkpoint
-from leadout.control.policy import ladder_up_to
-from leadout.control.tuned_file import Range, Tuned, read_tuned
+from leadout.checkpoints import CheckpointError, load_weights, read_checkpoint
+from leadout.control.tuned_file import Tuned, read_tuned
 from leadout.engine.capture_store import INFO, info_of_target, require_same_target
-from leadout.engine.cuda_graphs import flags_for_all_batches, graph_notes
+from leadout.engine.draft_plan import plan_drafting
 from leadout.engine.hot_swap import version_to_start_with
 from leadout.engine.learn_plan import NEEDS_DRAFTER, learn_settings, refuse_without_ring
-from leadout.engine.pair import UnfitPairError, pair_of, planned_pair, raise_if_unfit
+from leadout.engine.pair import UnfitPairError
 from leadout.engine.server import server_command
 from leadout.engine.settings import (
-    IDLE_DRAFTER_WORKER,
     SCHEDULER,
-    STATES_TAP_WORKER,
     CalibrationSettings,
     CaptureSettings,
-    DraftTableSettings,
-    LearnSettings,
     LiveSettings,
     RegistrySettings,
     ServeSettings,
     read_key,
 )
 from leadout.engine.states_plan import refuse_without_states, states_flags
-from leadout.engine.tuned_plan import (
-    DRAFT_LENGTH,
-    DRAFT_LENGTH_BY_BATCH,
-    NOTHING_TO_DRAFT,
-    below_break_even,
-    differences_from_measurement,
-    drafter_of,
-    require_no_draft_length,
-    served_table,
-    tuned_speculation,
-    with_graphs_for,
-)
+from leadout.engine.tuned_plan import drafter_of, require_no_draft_length
 from leadout.engine.vllm_flags import (
     PLUGINS,
     Features,
-    draft_selection,
     feature_environment,
     feature_flags,
-    is_speculation,
     newly_loaded_endpoints,
     parse,
     speculation_of,
-    vllm_config_of,
     without_revision,
     without_speculation,
 )
 from leadout.errors import LeadoutError
-from leadout.findings import Severity
 from leadout.models import ModelNotFoundError, commit_of, is_left_to_vllm, local_folder
-from leadout.pairing import examine
 from leadout.pairing.target import AS_OF, find_published, read_any_config
 from leadout.registry import Registry, RegistryError
 from leadout.sealed import Keys
@@ -119,8 +96,6 @@ class _Planner:
             self._target, self._revision = named, None
             self._other_flags = without_revision(self._other_flags)
         self._tuned: Tuned | None = None
-        self._draft_table: DraftTableSettings | None = None
-        self._learn: LearnSettings | None = None
 
     def _target_named_by_drafter(self) -> str | None:
         """The target that a speculators-format drafter names; None for any other model."""
@@ -226,14 +201,34 @@ class _Planner:
                 self._tuned.require_pair(*pair)
             else:
                 notes += self._tuned.notes_on_version(*pair, checkpoint.config.block_size)
-        flags = self._fitting_flags(drafter, checkpoint)
-        if not any(map(is_speculation, flags)):
-            return self._without_drafter(flags)
+        drafting = plan_drafting(
+            settings,
+            self._calibration,
+            self._target,
+            self._other_flags,
+            {**self._speculation, "method": "dflash", "model": drafter},
+            self._tuned,
+            checkpoint,
+            notes,
+        )
+        if drafting is None:
+            return self._without_drafter(self._other_flags)
+        learn = None
+        if settings.learn_states is not None:
+            learn = learn_settings(
+                settings,
+                settings.learn_states,
+                self._target,
+                self._target_folder("--learn-states"),
+                checkpoint,
+                drafting.config,
+                notes,
+            )
         features = Features(
             capture=settings.capture_settings,
-            draft_table=self._draft_table,
+            draft_table=drafting.draft_table,
             calibration=self._calibration,
-            learn=self._learn,
+            learn=learn,
         )
         if settings.live:
             tuned = None if settings.tuned is None else settings.tuned.resolve()
@@ -242,7 +237,7 @@ class _Planner:
             key = None if settings.registry_key is None else settings.registry_key.resolve()
             registry = RegistrySettings(folder=resolved(settings.registry), key=key)
             features = replace(features, registry=registry)
-        return self._with_features(self._drafting_flags(flags, features), features)
+        return self._with_features(self._drafting_flags(drafting.flags, features), features)
 
     def _published(self) -> str:
         """The drafter of `--draft auto`, in the revision that is examined here.
@@ -324,84 +319,6 @@ class _Planner:
             except ShardError as problem:
                 raise SettingsError(f"--capture: {problem}") from None
 
-    def _fitting_flags(self, drafter: str, checkpoint: Checkpoint) -> list[str]:
-        """The flags of a server for this pair, corrected where possible; else an error."""
-        notes, tuned, is_live = self._notes, self._tuned, self._settings.live
-        flags = self._other_flags
-        config = vllm_config_of(self._target, flags)
-        for name in ("live", "registry", "tuned"):
-            if getattr(self._settings, name):
-                _require_independent_ranks(f"--{name}", config)
-        if tuned is not None:
-            notes += differences_from_measurement(tuned, config)
-            notes += below_break_even(tuned, config.scheduler_config.max_num_seqs)
-        calibration = self._calibration
-        if tuned is None or is_live:
-            asked = self._speculation.get(DRAFT_LENGTH)
-            if calibration is not None:
-                asked = checkpoint.config.max_draft_tokens
-            lengths: dict[str, Any] = {DRAFT_LENGTH: _draft_tokens(asked, checkpoint, notes)}
-            if is_live or calibration is not None:
-                lengths |= ladder_table(lengths[DRAFT_LENGTH], self._speculation, config)
-            if is_live:
-                _refuse_adaptive_verification(self._speculation)
-                start = "the costs in the tuned file" if tuned else "its own measurements only"
-                notes.append(
-                    f"--live: K is the maximum; chosen at every step, starting from {start}"
-                )
-        else:
-            lengths = tuned_speculation(tuned, config)
-            if not lengths:
-                notes.append(NOTHING_TO_DRAFT)
-                return flags
-            notes.append(f"--tuned: {json.dumps(lengths)}")
-        ours = {"method": "dflash", "model": drafter, **lengths}
-        speculation = {**self._speculation, **ours}
-        speculation |= draft_selection(speculation, config, checkpoint.config)
-        draft_tokens, table = lengths[DRAFT_LENGTH], speculation.get(DRAFT_LENGTH_BY_BATCH)
-        if self._settings.learn_states is not None:  # does what the other one does too
-            flags = [*flags, "--worker-cls", STATES_TAP_WORKER]
-        elif table:
-            flags = [*flags, *_idle_drafter(self._target, flags, config)]
-        # Leadout's rules first: vLLM's own errors name neither a rule nor a remedy.
-        raise_if_unfit(examine(planned_pair(config, checkpoint, draft_tokens)))
-        if config.parallel_config.data_parallel_size > 1 and DRAFT_LENGTH_BY_BATCH in lengths:
-            # vLLM would drop it; Leadout's parts in the engines set it.
-            self._draft_table = DraftTableSettings(rows=speculation.pop(DRAFT_LENGTH_BY_BATCH))
-        flags = [*flags, "--speculative-config", json.dumps(speculation)]
-        config = vllm_config_of(self._target, flags)
-        if room := _room_for_drafts(self._target, flags, config, notes):
-            flags = [*flags, *room]
-            config = vllm_config_of(self._target, flags)
-        findings = examine(pair_of(config))
-        notes += [str(finding) for finding in findings if finding.severity is Severity.WARNING]
-        raise_if_unfit(findings)
-        if calibration is not None:  # the graphs that `serve --tuned` will have
-            ladder = ladder_up_to(draft_tokens)
-            every_k: list[Range] = [(1, calibration.max_batch, k) for k in ladder]
-            parsed = parse(self._target, flags)
-            flags = with_graphs_for(every_k, parsed, flags, config, notes)
-        elif tuned is not None and not is_live:
-            measured = served_table(tuned, config)
-            flags = with_graphs_for(measured, parse(self._target, flags), flags, config, notes)
-        else:
-            # With live control of the largest K: those of the others end later.
-            notes += graph_notes(config)[: 1 if is_live else None]
-            if table:  # Leadout's ladder, or the user's own
-                lengths_in_use = {min(k, draft_tokens) for _, _, k in table}
-                flags += flags_for_all_batches(parse(self._target, flags), config, lengths_in_use)
-        if self._settings.learn_states is not None:
-            self._learn = learn_settings(
-                self._settings,
-                self._settings.learn_states,
-                self._target,
-                self._target_folder("--learn-states"),
-                checkpoint,
-                config,
-                notes,
-            )
-        return flags
-
 
 def _sampling_workaround(target: str, flags: list[str], notes: list[str]) -> list[str]:
     """On CPUs, flags for the scheduler that works around vLLM's wrong sampling with drafts."""
@@ -433,45 +350,6 @@ def _seed_scheduler(target: str, flags: list[str], notes: list[str]) -> list[str
     return ["--scheduler-cls", SCHEDULER]
 
 
-def _room_for_drafts(target: str, flags: list[str], config: Any, notes: list[str]) -> list[str]:
-    """Flags with which the longest prompt and its drafts fit into a step, if they must.
-
-    Without chunked prefill vLLM 0.32 accepts a prompt that does not, and it and all requests
-    behind it wait for ever.
-    """
-    scheduling, length = config.scheduler_config, config.model_config.max_model_len
-    needed = length + config.speculative_config.max_num_new_slots_for_drafting
-    if scheduling.enable_chunked_prefill or scheduling.max_num_batched_tokens >= needed:
-        return []
-    if parse(target, flags).max_num_batched_tokens is not None:
-        raise SettingsError(
-            f"--max-num-batched-tokens is {scheduling.max_num_batched_tokens}, but without chunked "
-            f"prefill expected at least {needed}: the longest prompt ({length} tokens) and its "
-            "drafts, or long prompts would wait for ever. Raise it, lower --max-model-len, or "
-            "remove --no-enable-chunked-prefill."
-        )
-    notes.append(f"--max-num-batched-tokens {needed}: the longest prompt and its drafts")
-    return ["--max-num-batched-tokens", str(needed)]
-
-
-def _draft_tokens(asked: int | None, checkpoint: Checkpoint, notes: list[str]) -> int:
-    limit = checkpoint.config.max_draft_tokens
-    if asked is None:
-        chosen = checkpoint.draft_tokens or limit
-        source = "from the checkpoint" if checkpoint.draft_tokens else "the default"
-        notes.append(
-            f"K = {chosen}: {source}; at most {limit} with blocks of {limit + 1}. Run `leadout "
-            "tune` to measure which K is fastest here"
-        )
-        return chosen
-    if asked > limit:
-        notes.append(
-            f"draft-tokens: num_speculative_tokens {asked} reduced to {limit}, because the "
-            f"drafter was trained with blocks of {limit + 1} slots"
-        )
-    return min(asked, limit)
-
-
 def _require_object_store(upload: str | None) -> None:
     """Refuse a folder for captured traffic: files of a storage are readable for everyone."""
     if upload is not None and (not is_url(upload) or upload.startswith(("file://", "local://"))):
@@ -480,9 +358,6 @@ def _require_object_store(upload: str | None) -> None:
             "s3://BUCKET/PREFIX. Name one, or remove --capture-upload: --capture keeps the traffic "
             "in a folder that only you can read."
         )
-
-
-# Which drafter
 
 
 def _current_version(
@@ -506,56 +381,3 @@ def _current_version(
         notes.append(f"--registry: version {pointed} cannot be served: {problem}")
     notes.append(f"--registry: version {version}, later versions as they are promoted")
     return str(registry.path(version))
-
-
-def _require_independent_ranks(flag: str, vllm_config: Any) -> None:
-    """Refuse data parallelism whose ranks wait for each other, as those of experts do."""
-    ranks = vllm_config.parallel_config.data_parallel_size
-    if ranks > 1 and vllm_config.model_config.is_moe:
-        raise SettingsError(
-            f"{flag} with a mixture of experts requires --data-parallel-size 1, got {ranks}: its "
-            f"ranks must draft in step with each other. Start one server per replica, or remove "
-            f"{flag}."
-        )
-
-
-# Live control
-
-
-def _refuse_adaptive_verification(speculation: Mapping[str, Any]) -> None:
-    """Live control would count drafts as rejected that only the GPU knows were not verified."""
-    if speculation.get("enable_adaptive_verification"):
-        raise SettingsError(
-            "--live cannot be combined with enable_adaptive_verification in --speculative-config: "
-            "both decide how many drafts a step verifies, and vLLM does not tell live control what "
-            "the other one left out. Remove one of the two."
-        )
-
-
-def ladder_table(
-    max_drafts: int, speculation: Mapping[str, Any], vllm_config: Any
-) -> dict[str, Any]:
-    """vLLM's table of K by batch size for live control; empty where it has no effect.
-
-    vLLM's V2 runner captures full graphs for every K in the table. Live control then chooses among
-    them at every step, whatever the batch size, so the table itself only matters if live control
-    is off: the largest K at almost all batch sizes, the others at the largest ones.
-    """
-    sequences = vllm_config.scheduler_config.max_num_seqs
-    if not vllm_config.use_v2_model_runner or sequences < 2 or DRAFT_LENGTH_BY_BATCH in speculation:
-        return {}
-    lower = ladder_up_to(max_drafts)[-2::-1]  # from below the largest down to 0
-    if sequences <= len(lower):  # a row for each: keep 0 and as many of the largest as fit
-        lower = (*lower[: sequences - 2], 0)
-    first = sequences - len(lower)
-    rows = [(first + 1 + index, first + 1 + index, k) for index, k in enumerate(lower)]
-    return {DRAFT_LENGTH_BY_BATCH: [(1, first, max_drafts), *rows]}
-
-
-def _idle_drafter(target: str, flags: list[str], vllm_config: Any) -> list[str]:
-    """On the V2 runner, flags for the worker whose drafter suits a table of K."""
-    if not vllm_config.use_v2_model_runner:
-        return []
-    if parse(target, flags).worker_cls != "auto":  # the user's own
-        return []
-    return ["--worker-cls", IDLE_DRAFTER_WORKER]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from leadout.engine.draft_plan import ladder_table
 from leadout.engine.scheduler import ladder_of, requests_in_step
-from leadout.engine.serve_plan import DRAFT_LENGTH_BY_BATCH, ladder_table
+from leadout.engine.tuned_plan import DRAFT_LENGTH_BY_BATCH
 
 
 def fake_config(

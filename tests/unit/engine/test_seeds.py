@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from leadout.engine import serve_plan
+from leadout.engine import draft_plan
 from leadout.engine.scheduler import CpuSeedWorkaround
 from leadout.settings import SettingsError
 
@@ -64,11 +64,11 @@ def test_seeds_are_kept_where_no_prompt_can_be_split(
 
 def test_the_longest_prompt_and_its_drafts_fit_into_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     given = SimpleNamespace(max_num_batched_tokens=None)
-    monkeypatch.setattr(serve_plan, "parse", lambda *_: given)
+    monkeypatch.setattr(draft_plan, "parse", lambda *_: given)
 
     def added(budget: int, is_chunked: bool = False) -> list[str]:
         made = config(DRAFTS, max_num_batched_tokens=budget, enable_chunked_prefill=is_chunked)
-        return serve_plan._room_for_drafts("target", [], made, [])
+        return draft_plan._room_for_drafts("target", [], made, [])
 
     needed = LENGTH + DRAFTS
     assert added(LENGTH) == ["--max-num-batched-tokens", str(needed)]
