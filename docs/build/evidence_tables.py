@@ -47,10 +47,10 @@ def learn_picture() -> str:
     return (
         f"![Tokens per second before, during and after learning]({{root}}results/{image})\n\n"
         f"One server answers {found['clients']} requests at a time, of a kind that its drafter "
-        "has never seen. `leadout learn` collects some of them on the same machine, with one core "
-        f"for each of the two, trains on {found['learnt_from_requests']} for "
-        f"{found['training_seconds'] / 60:.0f} minutes and compares the new version on others; "
-        f"{minutes:.0f} minutes after its start the server swaps the new version in, without a "
+        "has never seen. `leadout learn` runs on the same machine, with one core for each of the "
+        f"two. It collects some of the requests, trains on {found['learnt_from_requests']} of them "
+        f"for {found['training_seconds'] / 60:.0f} minutes and compares the new version on others; "
+        f"{minutes:.0f} minutes after its start, the server swaps in the new version without a "
         "restart. Tokens per second on held-out requests: "
         f"{before} before, {after} after, {interval(found['ratio'])} times as many. Failed "
         f"requests: {found['failed_requests']} of {found['requests']:,} "
@@ -68,8 +68,8 @@ def _silent_faults() -> list[tuple[str, ...]]:
     ours = sum(row["leadout"].startswith("serves; ") for row in rows)
     return [
         _row(
-            "broken pairs that stock vLLM serves without an error; that vLLM with Leadout serves "
-            "without an error or a warning",
+            "broken pairs served without an error by stock vLLM; served without an error or a "
+            "warning by vLLM with Leadout",
             f"**{stock}**, {ours}",
             f"{len(rows)} seeded faults",
             "faults/tiny.json",
@@ -112,19 +112,20 @@ def _speed() -> list[tuple[str, ...]]:
     settings, larger = bench["settings"], qwen_tables.settings()
     return [
         _row(
-            "speed over bare vLLM, one request at a time: SmolLM2-135M",
+            "speed over bare vLLM, one request at a time: SmolLM2-135M, tuned",
             f"**{speedup(means['tuned', 1])}**",
             f"{len(settings['prompts'])} prompt sets, {settings['rounds']} rounds",
             BENCH,
         ),
         _row(
-            f"the same with {most} requests at a time: vLLM with whole blocks",
+            f"the same with {most} requests at a time, with whole blocks as in plain vLLM",
             speedup(means["fixed", most]),
             f"{len(settings['prompts'])} prompt sets, {settings['rounds']} rounds",
             BENCH,
         ),
         _row(
-            f"with `--live`, one request and {most} at a time; on CPUs this includes prompt lookup",
+            f"the same with `--live`, 1 and {most} requests at a time; on CPUs this includes "
+            "prompt lookup",
             f"**{speedup(live_mean(1))}**, **{speedup(live_mean(most))}**",
             f"{len(settings['prompts'])} prompt sets, {settings['rounds']} rounds",
             LIVE_BENCH,
@@ -181,7 +182,7 @@ def _learning() -> list[tuple[str, ...]]:
         )
     rows.append(
         _row(
-            f"change of acceptance by a learner over drifting traffic, {drift['swaps']} swaps",
+            f"change in acceptance through learning on drifting traffic, {drift['swaps']} swaps",
             f"**{_change(drift['change'])}**",
             f"{drift['requests']} requests",
             "learn/drift.json",

@@ -164,12 +164,13 @@ def bench_rounds() -> str:
     bench = result(BENCH)
     settings, prediction = bench["settings"], bench["prediction"]
     return (
-        "`live` was measured in a separate run, with bare vLLM and `tuned` of its own beside it. "
-        f"Geometric mean of {len(settings['prompts'])} prompt sets and {settings['rounds']} "
-        f"rounds, in which every server runs for {settings['seconds']:g} s, with the 95% interval "
-        f"in brackets. Answers have {settings['output_tokens']} tokens, whether or not the text "
-        "ends before. A/A is a second server of bare vLLM over the first: the error of the "
-        f"method. In {prediction['within_15_percent']:.0%} of {prediction['cells']} cells the cost "
+        "`live` was measured in a separate run, with its own servers of bare vLLM and `tuned`. "
+        f"Values are geometric means over {len(settings['prompts'])} prompt sets and "
+        f"{settings['rounds']} rounds, in which every server runs for {settings['seconds']:g} s, "
+        f"with 95% intervals in brackets. Every answer has {settings['output_tokens']} tokens, "
+        "even if the text ends earlier. A/A is the speed of a second server of bare vLLM over that "
+        "of the first: the error of the method. "
+        f"In {prediction['within_15_percent']:.0%} of {prediction['cells']} cells the cost "
         "model of the tuned file, given the acceptance measured in the cell, predicts the "
         "speed-up to within 15%."
     )

@@ -302,7 +302,7 @@ def _live_simulated() -> list[str]:
         f"one of {len({cell['batch'] for cell in fair})} batch sizes",
         f"at least {simulated['bound']} of the oracle's tokens per second",
         *(_distance(fair, held_out) for held_out in (False, True)),
-        f"Of the {len(below)} cells below, {len(one_kind)} are one kind",
+        f"Of the {len(below)} cells below the bound, {len(one_kind)} are one kind",
         "every 200 steps",  # of control_simulator/traffic.py
         f"lasts {wrong} steps at most",
         f"the worst cell has {min(cell['of_bare'] for cell in fair):.3f}",
