@@ -51,6 +51,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "proxies": train_tables.proxies,
     "proxies-settings": train_tables.proxies_settings,
     "proxies-reading": train_tables.proxies_reading,
+    "text-limit": train_tables.text_limit,
+    "text-limit-reading": train_tables.text_limit_reading,
     "first-weights": train_tables.first_weights,
     "expected-lengths": train_tables.expected_lengths,
     "against-speculators": train_tables.against_speculators,

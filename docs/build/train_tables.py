@@ -70,6 +70,28 @@ def proxies_reading() -> str:
     )
 
 
+def text_limit() -> str:
+    """Acceptance on held-out answers and on those trained on, during one run."""
+    rows = [
+        (f"{each['blocks']:,}", f"{each['held_out']:.2f}", f"{each['trained_on']:.2f}")
+        for each in result("train/text_limit.json")["curve"]
+    ]
+    return table(("blocks", "held-out answers", "answers trained on"), rows)
+
+
+def text_limit_reading() -> str:
+    found = result("train/text_limit.json")
+    settings, last = found["settings"], found["curve"][-1]
+    answer = found["response_tokens"] / found["answers"]
+    visits = last["blocks"] / found["answers"] / answer * (settings["first_block_size"] - 1)
+    return (
+        f"The text has {found['response_tokens']:,} tokens of {found['answers']:,} answers. At the "
+        f"last of these points each token had been drafted about {visits:.0f} times in training, "
+        f"and the drafter accepted {last['trained_on'] - last['held_out']:.2f} tokens more per "
+        "step on answers that it was trained on. The run was stopped there."
+    )
+
+
 def first_weights() -> str:
     """The shipped drafter's run, and an earlier one that started from copies of target layers."""
     files = {

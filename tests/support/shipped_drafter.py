@@ -63,6 +63,7 @@ OTHER_DRAFTERS = {
     "train/memory.json": "drafters of a few steps",
     "train/proxies.json": "short runs that differ in one setting each",
     "train/speed.json": "drafters of a few steps",
+    "train/text_limit.json": "the shipped drafter at the start of a run that did not pay",
 }
 
 # Made before fingerprints were recorded; measured again later. The list can only shrink: a test

@@ -1,6 +1,7 @@
 """The committed results of training: resume after kills, memory, acceptance, comparisons."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_random_initial_weights_learn_faster_than_target_layers() -> None:
     earlier = result("from_target_layers.json", "train_smollm2.py")["runs"][0]
     assert earlier["settings"]["initial"] == "target"
     assert best_within(shipped, 600_000) > best_within(earlier, 800_000) + 0.1
+
+
+def test_text_limits_a_longer_run() -> None:
+    curve = result("text_limit.json", "train_text_limit.py")["curve"]
+    gaps = [each["trained_on"] - each["held_out"] for each in curve]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 0.5
+    gains = [later["held_out"] - each["held_out"] for each, later in pairwise(curve)]
+    assert gains == sorted(gains, reverse=True)
 
 
 def best_within(run: Any, blocks: int) -> float:
