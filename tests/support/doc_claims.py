@@ -27,6 +27,7 @@ from leadout.learn.gate import MAX_FACTOR, MIN_REQUESTS, POWER
 from leadout.pairing import batched_tokens_for
 from leadout.pairing.devices import A100, BANDWIDTH_SHARE, H100, PREFILL_SHARE
 from leadout.train.costs import NETWORK, TRAINING_SHARE
+from leadout.train.states_source import SERVER_MEMORY
 from support.gpu_dispatch import IN_FLIGHT, MODES
 from support.models import ROOT
 from support.ops_files import rules
@@ -82,6 +83,8 @@ def claims() -> dict[str, list[str]]:
         ],
         "docs/gpus.md": _gpus(),
         "docs/howto/check.md": _howto_check(),
+        "docs/howto/make.md": [f"takes {SERVER_MEMORY:.0%} of their memory"],
+        "docs/howto/states.md": [f"the server takes {SERVER_MEMORY:.0%} of the memory"],
         "docs/howto/tpus.md": _tpus(),
         "docs/howto/metrics.md": [
             f"for {duration.removesuffix('m')} minutes",
@@ -352,7 +355,10 @@ def _quickstart() -> list[str]:
 def _results() -> list[str]:
     first = result("train/from_target_layers.json")["runs"][-1]["settings"]
     vocabulary = json.loads((SHIPPED / "config.json").read_text())["vocab_size"]
+    longer = result("train/text_limit.json")["settings"]
     return [
+        f"blocks of {word(longer['first_block_size'])} tokens; acceptance at every position",
+        f"drafted in blocks of {word(longer['block_size'])} tokens",
         f"blocks of {first['block_size']}",
         f"the target's own of {vocabulary:,} rows",
     ]
