@@ -1,9 +1,11 @@
 """Make the drafter in drafters/: generate data, train on two cores, measure it in vLLM.
 
     python experiments/train_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER
+    python experiments/train_smollm2.py TARGET PROMPTS_FOLDER WORK_FOLDER --measure
 
 Every stage continues where an earlier call was interrupted. The evaluation sets are used for
-measuring only.
+measuring only. With `--measure` the acceptance of the shipped drafter is measured again, and the
+result keeps how it was trained.
 """
 
 from __future__ import annotations
@@ -46,19 +48,36 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("work", type=Path)
+    parser.add_argument("--measure", action="store_true", help="only measure acceptance again")
     arguments = parser.parse_args()
+    if arguments.measure:
+        measure_again(arguments)
+        return
     if count_samples(arguments.work / "data") < SAMPLES:
         make_data(arguments.target, arguments.prompts, arguments.work / "data")
     train(arguments.target, arguments.work)
     drafter = arguments.work / RUN / "drafter"
-    measured = arguments.work / "acceptance.json"
-    sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
-    if not measured.exists():
-        script = ROOT / "experiments" / "train_acceptance.py"
-        run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
+    measured = measure(drafter, arguments)
     shutil.rmtree(SHIPPED, ignore_errors=True)
     shutil.copytree(drafter, SHIPPED)
     write_result(RESULT, arguments.target, SHIPPED, arguments.work, measured)
+
+
+def measure_again(arguments: argparse.Namespace) -> None:
+    found = json.loads(RESULT.read_text())
+    found["trained"] = found.get("trained", found["provenance"])
+    found |= measured_part(measure(SHIPPED, arguments))
+    found["provenance"] = provenance(target=arguments.target, drafter=SHIPPED)
+    RESULT.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def measure(drafter: Path, arguments: argparse.Namespace) -> Path:
+    measured: Path = arguments.work / "acceptance.json"
+    if not measured.exists():
+        script = ROOT / "experiments" / "train_acceptance.py"
+        sets = [str(arguments.prompts / f"{name}.jsonl") for name in EVALUATION_SETS]
+        run([sys.executable, script, arguments.target, drafter, *sets, "--out", measured])
+    return measured
 
 
 def make_data(target: Path, prompts: Path, out: Path) -> None:
@@ -119,7 +138,6 @@ def write_result(
     `earlier` are the runs of the drafter that this one was continued from; `remark` says what the
     settings of this one do not.
     """
-    acceptance = json.loads(measured.read_text())["sets"]
     data = DataFolder(work / "data")
     config = TrainConfig.resolve({}, work / RUN / "training.yaml").model_dump(mode="json")
     config["initial"] = Path(config["initial"]).name  # no folder of this machine
@@ -141,13 +159,20 @@ def write_result(
             for name in sorted({name for m in data.manifests for name in m.counts})
         },
         "training_minutes": sum(run["minutes"] for run in runs),
-        "served_acceptance_length": {name: each["served"] for name, each in acceptance.items()},
-        "acceptance": acceptance,
-        "ahead": mean_ahead(acceptance),
+        **measured_part(measured),
         "runs": runs,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measured_part(measured: Path) -> dict[str, Any]:
+    acceptance = json.loads(measured.read_text())["sets"]
+    return {
+        "served_acceptance_length": {name: each["served"] for name, each in acceptance.items()},
+        "acceptance": acceptance,
+        "ahead": mean_ahead(acceptance),
+    }
 
 
 def mean_ahead(acceptance: dict[str, Any]) -> dict[str, float]:
