@@ -134,14 +134,7 @@ def selection() -> str:
 
 
 def acceptance() -> str:
-    """By prompt set, the best first, with intervals over texts."""
-    sets = result(TRAINING)["acceptance"]
-    rows = []
-    for name, each in sorted(sets.items(), key=lambda item: -item[1]["served"]):
-        over_texts = each["predicted_interval"]
-        computed = f"{each['predicted']:.2f} ({over_texts['low']:.2f} to {over_texts['high']:.2f})"
-        rows.append((name, each["prompts"], f"{each['served']:.2f}", computed))
-    return table(("prompt set", "prompts", "served", "validation, same texts"), rows)
+    return result_tables.acceptance_sets(TRAINING)
 
 
 def training() -> str:

@@ -203,14 +203,20 @@ def _ms(interval: Any) -> str:
 # Acceptance and correctness
 
 
-def acceptance_sets() -> str:
-    sets = result("train/smollm2.json")["acceptance"]
-    best_first = sorted(sets.items(), key=lambda item: -item[1]["served"])
-    rows = [
-        (name, each["prompts"], f"{each['served']:.2f}", f"{each['predicted']:.2f}")
-        for name, each in best_first
-    ]
-    return table(("prompt set", "prompts", "served", "validation, same texts"), rows)
+def acceptance_sets(name: str = "train/smollm2.json") -> str:
+    """By prompt set, the best first, with intervals over texts."""
+    found = result(name)
+    rows = []
+    for name, each in sorted(found["acceptance"].items(), key=lambda item: -item[1]["served"]):
+        over_texts = each["predicted_interval"]
+        computed = f"{each['predicted']:.2f} ({over_texts['low']:.2f} to {over_texts['high']:.2f})"
+        rows.append((name, each["prompts"], f"{each['served']:.2f}", computed))
+    sets = table(("prompt set", "prompts", "served", "validation, same texts"), rows)
+    ahead = found["ahead"]
+    return (
+        f"{sets}\n\nA prediction, as means over the sets: {ahead['predicted']:.2f} computed on "
+        f"every second text, {ahead['served']:.2f} served on the others, {ahead['difference']:.1%} apart."
+    )
 
 
 def lossless() -> str:

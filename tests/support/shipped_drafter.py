@@ -66,12 +66,6 @@ OTHER_DRAFTERS = {
     "train/text_limit.json": "the shipped drafter at the start of a run that did not pay",
 }
 
-# Made before fingerprints were recorded; measured again later. The list can only shrink: a test
-# fails if a result on it names its drafter. The values say which drafter it was, as far as known.
-MADE_BEFORE_FINGERPRINTS = {
-    "train/smollm2.json": "shipped",
-}
-
 
 def drafters_of(result: Any) -> set[str]:
     """Fingerprints of the drafters that a result names, in its provenance or as a tuned file."""
@@ -86,8 +80,6 @@ def problem_of(name: str, result: Any) -> str | None:
     drafters = drafters_of(result)
     if name in OTHER_DRAFTERS:
         return None
-    if name in MADE_BEFORE_FINGERPRINTS:
-        return f"{name} names its drafter: remove it from the exceptions" if drafters else None
     if not drafters:
         return f"{name} does not name its drafter: record its fingerprint in the provenance"
     shipped = SHIPPED_FOR_QWEN if "/qwen" in name else SHIPPED

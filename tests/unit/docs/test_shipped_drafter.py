@@ -8,7 +8,6 @@ import pytest
 
 from leadout.models import fingerprint
 from support.shipped_drafter import (
-    MADE_BEFORE_FINGERPRINTS,
     OTHER_DRAFTERS,
     SHIPPED,
     committed_results,
@@ -27,9 +26,8 @@ def test_a_result_is_of_the_shipped_drafter(name: str) -> None:
     assert problem_of(name, committed_results()[name]) is None
 
 
-def test_exceptions_exist_and_are_listed_once() -> None:
-    assert OTHER_DRAFTERS.keys() | MADE_BEFORE_FINGERPRINTS.keys() <= committed_results().keys()
-    assert not OTHER_DRAFTERS.keys() & MADE_BEFORE_FINGERPRINTS.keys()
+def test_exceptions_exist() -> None:
+    assert OTHER_DRAFTERS.keys() <= committed_results().keys()
 
 
 def test_a_result_of_another_drafter_is_refused() -> None:
@@ -49,12 +47,3 @@ def test_a_tuned_file_of_another_drafter_is_refused() -> None:
 def test_a_result_that_does_not_name_its_drafter_is_refused() -> None:
     assert "does not name" in str(problem_of("bench/new.json", result_with(target=ANOTHER)))
     assert "does not name" in str(problem_of("bench/new.json", {"provenance": {"command": "x"}}))
-
-
-def test_an_exception_that_is_no_longer_needed_is_reported() -> None:
-    measured_again = result_with(drafter=fingerprint(SHIPPED))
-    name = next(iter(MADE_BEFORE_FINGERPRINTS))
-    assert (
-        problem_of(name, measured_again)
-        == f"{name} names its drafter: remove it from the exceptions"
-    )

@@ -44,6 +44,10 @@ def test_the_shipped_drafter_is_served_as_predicted() -> None:
     for name, each in found["acceptance"].items():
         assert each["prompts"] >= 40, name
         assert each["difference"] < 0.03, name
+        assert (
+            each["predicted_interval"]["low"] < each["served"] < each["predicted_interval"]["high"]
+        )
+    assert found["ahead"]["difference"] < 0.03  # of a prediction for other texts
 
 
 @pytest.mark.parametrize(("drafter", "most"), [(SHIPPED, 40e6), (SHIPPED_FOR_QWEN, 90e6)])
