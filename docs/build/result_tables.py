@@ -215,7 +215,8 @@ def acceptance_sets(name: str = "train/smollm2.json") -> str:
     ahead = found["ahead"]
     return (
         f"{sets}\n\nA prediction, as means over the sets: {ahead['predicted']:.2f} computed on "
-        f"every second text, {ahead['served']:.2f} served on the others, {ahead['difference']:.1%} apart."
+        f"every second text, {ahead['served']:.2f} served on the others, "
+        f"{ahead['difference']:.1%} apart."
     )
 
 
