@@ -56,6 +56,7 @@ from leadout.make.stages import (
 from leadout.make.state import STATE, MakeState, StageRecord, now
 from leadout.models import fingerprint, local_folder
 from leadout.pairing import read_sizes, read_target, require_trainable
+from leadout.provenance import redacted
 from leadout.train.export import TrainReport
 from leadout.train.init import new_config, new_drafter
 from leadout.tune.plan import BFLOAT16, ProductTimes
@@ -351,16 +352,17 @@ class _Maker:
         has_begun = self._places.training.exists()
         if has_begun:  # in this attempt, maybe
             stage = train_stage(self._settings, self._places, [])
-        words = shlex.join(["leadout", *(word for word in stage.words if word != "--json")])
+        words = ["leadout", *(word for word in stage.words if word != "--json")]
+        command = shlex.join(redacted(words))  # errors end up in logs
         where = " before the --" if "--" in stage.words else ""
         if has_begun:
             return (
-                f" If it needs less memory, run `{words}` with --micro-tokens N or --recompute"
+                f" If it needs less memory, run `{command}` with --micro-tokens N or --recompute"
                 f"{where}, and then the same `leadout make`."
             )
         return (
-            f" To train with other settings on the same text, run `{words}` with them{where}, and "
-            "then the same `leadout make`."
+            f" To train with other settings on the same text, run `{command}` with them{where}, "
+            "and then the same `leadout make`."
         )
 
     def _require_same_drafter(self) -> None:

@@ -290,16 +290,17 @@ def test_failed_training_says_how_to_keep_the_text(
         return FAILED
 
     fake.instead["train"] = fails
-    flags = ("--tensor-parallel-size", "2")
+    flags = ("--hf-token", "hf_secret", "--tensor-parallel-size", "2")
     with pytest.raises(StageFailedError) as e:
         make(vllm_flags=flags)
     command = str(e.value).split("`")[1]
     assert command.startswith(f"leadout train {target} --data {out / 'data'} --out {out} ")
     assert re.search(r" --precision \S+ --max-length \d+ --tokens \d+ -- ", command)
-    assert command.endswith("-- --tensor-parallel-size 2")
+    assert command.endswith("-- --hf-token REDACTED --tensor-parallel-size 2")
     assert "with them before the --, and" in str(e.value)
+    assert "hf_secret" not in command
     (out / "training.yaml").write_text("")  # the next attempt fails after it has begun
-    with pytest.raises(StageFailedError, match=r"--out \S+ --resume -- --tensor-parallel-size 2`"):
+    with pytest.raises(StageFailedError, match=r"--out \S+ --resume -- --hf-token \S+ --tensor"):
         make(vllm_flags=flags)
 
 
